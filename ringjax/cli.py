@@ -1,0 +1,104 @@
+"""The command `ringjax`: reads arguments, calls the package, turns the user's mistakes into messages.
+
+Exit status: 0 done; 1 a mistake of the user, 2 one in the arguments or settings; 75 stopped by SIGTERM and 130 by
+Ctrl-C, after saving. Anything unexpected keeps its traceback.
+"""
+
+import argparse
+import sys
+import textwrap
+import traceback
+from collections.abc import Sequence
+
+from ringjax.config import ConfigError, UserError, load_config, sections, settings
+from ringjax.config.dialect import shown
+
+_HELP_WIDTH = 108
+_TRAIN_EXAMPLES = """\
+examples:
+  ringjax train configs/quickstart.yaml
+  ringjax train configs/quickstart.yaml mesh.seq=2 data.seq_len=8192 optim.lr=3e-4
+  ringjax train configs/quickstart.yaml data.source=text data.path=books 'data.pattern=**/*.md'
+
+From a checkout, `python train.py` does the same as `ringjax train`. Running the same command again continues the
+run in run.dir. Values are written as in YAML; null unsets one."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+      argv: the arguments without the program's name; None = those of this process.
+
+    Returns:
+      The exit status.
+    """
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    # argparse gives up on positional arguments that follow an option: `train x.yaml --traceback mesh.seq=2`.
+    if unknown := [word for word in rest if word.startswith("-")]:
+        parser.error(f"unknown option {' '.join(unknown)}; settings are given as key.path=value, without dashes")
+    args.overrides += rest
+    try:
+        return args.command(args)
+    except UserError as error:
+        if args.traceback:
+            traceback.print_exc()
+        else:
+            print(error if isinstance(error, ConfigError) else f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    """All subcommands; each sets `command` to the function that runs it."""
+    parser = argparse.ArgumentParser(
+        prog="ringjax", description="Train transformers on sequences that no single device can hold."
+    )
+    subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_train(subparsers)
+    return parser
+
+
+def _add_train(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """`ringjax train`."""
+    parser = subparsers.add_parser(
+        "train",
+        help="train a model, or continue a run",
+        usage="ringjax train CONFIG [key.path=value ...] [--traceback]",
+        description="Train the model that a YAML file describes, or continue its run.",
+        epilog=f"{_TRAIN_EXAMPLES}\n\n{_settings_help()}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "config", metavar="CONFIG", help="YAML file with the settings that differ from the defaults"
+    )
+    parser.add_argument(
+        "overrides", metavar="key.path=value", nargs="*", default=[], help="settings that replace those of the file"
+    )
+    parser.add_argument("--traceback", action="store_true", help="show where in the code an error was found")
+    parser.set_defaults(command=_train)
+
+
+def _train(args: argparse.Namespace) -> int:
+    """Load the settings, then train."""
+    config = load_config(args.config, args.overrides)
+    # Not at the top: wrong settings are reported before the libraries of training are loaded.
+    from ringjax.training import run
+
+    return run(config)
+
+
+def _settings_help() -> str:
+    """Every setting with its default, meaning and legal values, by section."""
+    column = max(len(f"{key}={shown(setting.default)}") for key, setting in settings().items()) + 4
+    lines = ["settings and their defaults:"]
+    for section, summary in sections().items():
+        lines += ["", f"  {section}: {summary[0].lower()}{summary[1:]}"]
+        for key, setting in settings().items():
+            if setting.section == section:
+                start = f"    {key}={shown(setting.default)}".ljust(column + 2)
+                meaning = f"{setting.description} [{setting.requirement}]"
+                lines.append(
+                    textwrap.fill(meaning, _HELP_WIDTH, initial_indent=start, subsequent_indent=" " * (column + 2))
+                )
+    return "\n".join(lines)

@@ -1,0 +1,150 @@
+"""The rules that tie several settings together.
+
+Each rule looks at a whole `Config` and yields what is wrong with it, naming the settings, their values and a change
+that helps. What a single setting may hold is the schema's business.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from ringjax.attention.layout import get_layout
+from ringjax.config.schema import Config, DataConfig
+
+# With model.vocab_size null, the embedding has the tokenizer's size rounded up to a multiple of this.
+VOCAB_MULTIPLE = 64
+
+
+@dataclass(frozen=True)
+class Problem:
+    """An impossible combination.
+
+    Attributes:
+      keys: the settings involved, the most relevant first.
+      message: what is required, what is given and what to change.
+    """
+
+    keys: tuple[str, ...]
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.keys[0]}: {self.message}"
+
+
+def check_config(config: Config) -> list[Problem]:
+    """Find every impossible combination of settings. No device is touched.
+
+    `load_config` calls it; call it yourself for a Config built in Python.
+
+    Args:
+      config: settings that are valid one by one.
+
+    Returns:
+      The problems, empty if the run is possible. `str(problem)` is a line to show.
+
+    Example:
+      >>> from ringjax.config import Config, ModelConfig, check_config
+      >>> print(*check_config(Config(model=ModelConfig(heads=4, kv_heads=3))))
+      model.heads: 4 is not a multiple of model.kv_heads = 3 (each ...; use model.heads = 3 or 6, or ... = 2
+    """
+    rules = (_model, _tensor, _embed, _batch, _sequence, _schedule, _source)
+    return [problem for rule in rules for problem in rule(config)]
+
+
+def _model(config: Config) -> Iterator[Problem]:
+    yield from _multiple(config, "model.heads", ("model.kv_heads",), "each key/value head serves equally many")
+    yield from _multiple(config, "model.head_dim", (), "RoPE rotates pairs", factor=2)
+
+
+def _tensor(config: Config) -> Iterator[Problem]:
+    for key in ("model.heads", "model.kv_heads", "model.mlp_dim"):
+        yield from _multiple(config, key, ("mesh.tensor",), "it is sharded over the tensor axis")
+    if config.model.vocab_size is not None:
+        yield from _multiple(config, "model.vocab_size", ("mesh.tensor",), "it is sharded over the tensor axis")
+    elif VOCAB_MULTIPLE % config.mesh.tensor:
+        yield Problem(
+            ("mesh.tensor", "model.vocab_size"),
+            f"{config.mesh.tensor} does not divide {VOCAB_MULTIPLE}, and with model.vocab_size = null the "
+            f"vocabulary, sharded over the tensor axis, is a multiple of {VOCAB_MULTIPLE}; set model.vocab_size "
+            f"to a multiple of {config.mesh.tensor} that holds the tokenizer's vocabulary",
+        )
+
+
+def _embed(config: Config) -> Iterator[Problem]:
+    yield from _multiple(config, "model.dim", ("mesh.fsdp", "mesh.seq"), "parameters are stored sharded over both")
+
+
+def _batch(config: Config) -> Iterator[Problem]:
+    yield from _multiple(
+        config,
+        "data.batch",
+        ("mesh.data", "mesh.fsdp", "optim.accumulate"),
+        "each part of a batch is shared out over the data and fsdp axes",
+    )
+
+
+def _sequence(config: Config) -> Iterator[Problem]:
+    try:
+        get_layout(config.attention.layout).check(config.data.seq_len, config.mesh.seq)
+    except ValueError as error:
+        given = f"{config.data.seq_len} does not fit mesh.seq = {config.mesh.seq}"
+        yield Problem(("data.seq_len", "mesh.seq", "attention.layout"), f"{given}: {error}")
+
+
+def _schedule(config: Config) -> Iterator[Problem]:
+    warmup, steps = config.optim.warmup_steps, config.train.steps
+    if warmup > steps:
+        yield Problem(
+            ("optim.warmup_steps", "train.steps"),
+            f"{warmup} is more than train.steps = {steps}, so the peak learning rate is never reached; "
+            f"use optim.warmup_steps <= {steps}, or train.steps >= {warmup}",
+        )
+
+
+def _source(config: Config) -> Iterator[Problem]:
+    data = config.data
+    if data.source == "text" and not data.path:
+        yield Problem(
+            ("data.path", "data.source"),
+            f"{'null' if data.path is None else 'empty'}, but data.source = text reads files; "
+            "set data.path to a file or folder of text, or data.source to stdlib",
+        )
+    if data.source == "stdlib":
+        for name, unused in (("path", None), ("pattern", DataConfig.model_fields["pattern"].default)):
+            value = getattr(data, name)
+            if value != unused:
+                yield Problem(
+                    (f"data.{name}", "data.source"),
+                    f"{value!r} would be ignored, because data.source = stdlib reads this Python's own sources; "
+                    f"set data.source to text, or leave data.{name} out",
+                )
+
+
+def _multiple(
+    config: Config, key: str, divisors: tuple[str, ...], reason: str, factor: int = 1
+) -> Iterator[Problem]:
+    """The setting `key` must be a multiple of the product of the settings `divisors` and of `factor`."""
+    value = _value(config, key)
+    sizes = [_value(config, divisor) for divisor in divisors]
+    divisor = prod(sizes) * factor
+    if value % divisor == 0:
+        return
+    multiples = [n for n in (value // divisor * divisor, (value // divisor + 1) * divisor) if n]
+    change = f"use {key} = {' or '.join(str(n) for n in multiples)}"
+    required = str(divisor)
+    if divisors:
+        name = " * ".join(divisors)
+        required = f"{name} = {' * '.join(str(size) for size in sizes)}"
+        if len(sizes) > 1:
+            required += f" = {divisor}"
+        # The search is bounded, so that absurd sizes get their message at once.
+        smaller = next(n for n in range(min(divisor, value, 4096), 0, -1) if value % n == 0)
+        change += f", or {name} = {smaller}"
+    yield Problem((key, *divisors), f"{value} is not a multiple of {required} ({reason}); {change}")
+
+
+def _value(config: Config, key: str) -> Any:
+    """The value of a setting by its dotted path."""
+    section, name = key.split(".")
+    return getattr(getattr(config, section), name)
