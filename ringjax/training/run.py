@@ -1,0 +1,90 @@
+"""A whole run for a person: the table at the start, progress, and what came of it."""
+
+from ringjax.config import Config
+from ringjax.models import count_parameters
+from ringjax.training.console import Console, format_count
+from ringjax.training.faults import StopSignals
+from ringjax.training.trainer import Trainer
+
+
+def run(config: Config) -> int:
+    """Train as the settings say, or continue the run in `run.dir`, and tell a person about it.
+
+    Args:
+      config: a whole run.
+
+    Returns:
+      Exit status: 0 when the last step is done; 75 when SIGTERM and 130 when Ctrl-C ended it early, after saving.
+
+    Raises:
+      UserError: something the run needs is wrong or missing.
+    """
+    console = Console()
+    with StopSignals() as stop, Trainer(config) as trainer:
+        console.table(_summary(trainer))
+        for note in trainer.notes:
+            console.line(note)
+        _train(trainer, console, stop)
+        folder = trainer.folder
+        if stop.requested and trainer.done < config.train.steps:
+            console.line(
+                f"stopped by {stop.requested} after step {trainer.done} of {config.train.steps}, saved in {folder.path}; "
+                "the same command continues"
+            )
+            return stop.exit_status
+        if config.train.sample_tokens:
+            console.line(
+                f"\na sample of {config.train.sample_tokens} tokens:\n{trainer.sample(config.train.sample_tokens)}\n"
+            )
+        console.line(f"metrics      {folder.metrics}")
+        console.line(f"tensorboard  {folder.tensorboard}  (tensorboard --logdir {folder.tensorboard})")
+        console.line(f"checkpoints  {folder.checkpoints}")
+        console.line(f"settings     {folder.config}")
+    return 0
+
+
+def _train(trainer: Trainer, console: Console, stop: StopSignals) -> None:
+    """Run the steps, showing each report and evaluation."""
+    steps, unit = trainer.config.train.steps, trainer.data.tokenizer.unit
+    if trainer.start >= steps:
+        console.line(f"all {steps} steps are done; raise train.steps to train on")
+        console.evaluation(trainer.start, trainer.evaluate(), f"nats/{unit}")
+        return
+    with console.progress(steps, trainer.start) as progress:
+        for result in trainer.steps(stop):
+            if result.report is not None:
+                progress.report(result.step, result.report)
+            else:
+                progress.advance(result.step)
+            if result.eval_loss is not None:
+                console.evaluation(result.step, result.eval_loss, f"nats/{unit}")
+
+
+def _summary(trainer: Trainer) -> list[tuple[str, str]]:
+    """What is trained on what, in a few lines."""
+    config, model, data = trainer.config, trainer.config.model, trainer.data
+    parameters = count_parameters(trainer.state.params)
+    axes = ", ".join(f"{name} {size}" for name, size in trainer.mesh.shape.items() if size > 1) or "one device"
+    local = config.data.seq_len // config.mesh.seq
+    return [
+        (
+            "model",
+            f"{model.layers} layers, dim {model.dim}, {model.heads} heads over {model.kv_heads} key/value heads",
+        ),
+        ("parameters", f"{format_count(parameters)}, {config.train.precision} computation"),
+        ("mesh", f"{axes} ({trainer.mesh.devices.flat[0].device_kind})"),
+        (
+            "sequence",
+            f"{config.data.seq_len:,} tokens, {local:,} on each device of the ring, {config.attention.layout}",
+        ),
+        (
+            "batch",
+            f"{config.data.batch} sequences, {format_count(config.data.batch * config.data.seq_len)} tokens a step",
+        ),
+        ("data", f"{config.data.source}: {_size(data.train)} to train on, {_size(data.eval)} held out"),
+        ("run", f"steps {trainer.start} to {config.train.steps} in {trainer.folder.path}"),
+    ]
+
+
+def _size(split) -> str:
+    return f"{format_count(split.num_tokens)} tokens in {split.num_documents} documents"

@@ -1,0 +1,82 @@
+"""One optimizer step, and one evaluation, as pure functions of state and batch."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+from einops import rearrange
+from flax import nnx
+
+from ringjax.models import Decoder, token_loss_sum
+from ringjax.training.state import TrainState
+
+Batch = dict[str, jax.Array]  # the leaves of `ringjax.data.Split.batch`, [B, S] each
+Metrics = dict[str, jax.Array]
+
+
+def loss_sum(definition: nnx.GraphDef, params: nnx.State, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """Sum of weighted token losses in nats, and sum of weights, over all tokens of the batch.
+
+    Args:
+      definition: of a `Decoder`, from `nnx.split`.
+      params: its parameters.
+      batch: tokens, targets, weights, positions, segment_ids, each [B, S] in layout order.
+    """
+    decoder: Decoder = nnx.merge(definition, params)
+    hidden_BSM = decoder.hidden(batch["tokens"], batch["positions"], batch["segment_ids"])
+    return token_loss_sum(decoder, hidden_BSM, batch["targets"], batch["weights"], decoder.config.loss_chunk)
+
+
+def make_train_step(
+    definition: nnx.GraphDef,
+    optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
+    accumulate: int,
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """Build the step `(state, batch) -> (state, metrics)`.
+
+    The loss is the sum of token losses over all devices and all parts of the batch, divided by the sum of token
+    weights over all of them: the same number for every mesh and every `accumulate`, however uneven the parts.
+
+    Args:
+      definition: of a `Decoder`.
+      optimizer: its transformation.
+      schedule: its learning rate, as a function of the steps done; for the metrics.
+      accumulate: parts that the batch is cut into, one after another. B must be a multiple.
+
+    Returns:
+      A pure function. Its metrics are loss (nats per token), grad_norm (before clipping), lr and weight (the
+      tokens that counted).
+    """
+
+    def gradients(params: nnx.State, batch: Batch) -> tuple[jax.Array, jax.Array, nnx.State]:
+        value_and_grad = jax.value_and_grad(lambda p: loss_sum(definition, p, batch), has_aux=True)
+        (loss, weight), grads = value_and_grad(params)
+        return loss, weight, grads
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        if accumulate == 1:
+            loss, weight, grads = gradients(state.params, batch)
+        else:
+            # Each part takes rows from every device, so that no row moves to another one.
+            parts = jax.tree.map(lambda x: rearrange(x, "(b a) S -> a b S", a=accumulate), batch)
+            zeros = (jnp.zeros(()), jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.params))
+
+            def add(total: tuple, part: Batch) -> tuple[tuple, None]:
+                return jax.tree.map(jnp.add, total, gradients(state.params, part)), None
+
+            (loss, weight, grads), _ = jax.lax.scan(add, zeros, parts)
+        # A batch of nothing but padding has sums 0, 0: its loss and gradient are 0, not NaN.
+        count = jnp.where(weight == 0, 1.0, weight)
+        grads = jax.tree.map(lambda g: g / count, grads)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        metrics = {
+            "loss": loss / count,
+            "grad_norm": optax.global_norm(grads),
+            "lr": jnp.asarray(schedule(state.step), jnp.float32),
+            "weight": weight,
+        }
+        return TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state), metrics
+
+    return step

@@ -1,0 +1,286 @@
+"""One run: what it is made of, and the loop over its steps."""
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import numpy as np
+from flax import nnx
+
+from ringjax.config import VOCAB_MULTIPLE, Config, ConfigError, UserError, check_config
+from ringjax.data import Batch as HostBatch
+from ringjax.data import open_dataset
+from ringjax.inference import generate
+from ringjax.optim import build_optimizer
+from ringjax.parallel import activation_sharding, make_mesh, start_devices
+from ringjax.training.checkpoint import Checkpoints
+from ringjax.training.console import StepReport
+from ringjax.training.faults import StopSignals
+from ringjax.training.meter import Meter, device_memory
+from ringjax.training.metrics import MetricsLog
+from ringjax.training.run_folder import RunFolder
+from ringjax.training.state import abstract_state, build_decoder, initial_state
+from ringjax.training.step import Batch, Metrics, loss_sum, make_train_step
+
+
+class DivergedError(UserError):
+    """The loss is no longer a number."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did.
+
+    Attributes:
+      step: optimizer steps done.
+      loss: nats per token, of this step's batch before its update.
+      grad_norm: global norm of the gradient, before clipping.
+      lr: learning rate of the update.
+      tokens: tokens read since the start of training, padding included.
+      report: the figures of the steps since the last report, if this step has one.
+      eval_loss: held-out loss after the step, nats per token, if it was measured.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    report: StepReport | None = None
+    eval_loss: float | None = None
+
+
+class Trainer:
+    """A run that can be stepped, from a program or a notebook. Use it as a context manager.
+
+    Entering it makes everything ready: reads the corpus, starts the devices, claims the run folder, and starts the
+    model or, if the folder holds a checkpoint, loads it. The mesh is the current one until the trainer is left.
+
+    Args:
+      config: a whole run.
+
+    Attributes:
+      config: the same.
+      mesh: the devices.
+      data: the corpus.
+      vocab_size: rows of the embedding.
+      state: parameters, optimizer state and steps done.
+      start: steps that were done when the trainer was entered.
+      done: steps that are done now.
+      notes: lines worth telling a person.
+
+    Raises:
+      ConfigError: settings that do not go together.
+      UserError: what the run needs is not there: corpus, devices, run folder, a whole checkpoint.
+
+    Example:
+      >>> with Trainer(load_config("configs/quickstart.yaml")) as trainer:
+      ...     for result in trainer.steps():
+      ...         print(result.step, result.loss)
+    """
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.notes: list[str] = []
+        self._meter = Meter()
+        self._resources = ExitStack()
+
+    def __enter__(self) -> "Trainer":
+        if problems := check_config(self.config):
+            raise ConfigError([str(problem) for problem in problems])
+        try:
+            self._prepare()
+        except BaseException:
+            self._resources.close()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._resources.close()
+
+    def steps(self, stop: StopSignals | None = None) -> Iterator[StepResult]:
+        """Train to `train.steps`, yielding the result of every step.
+
+        Results come one step late, while the devices are at work on the next one. Evaluations, metrics.jsonl,
+        TensorBoard and checkpoints happen on the way, as the settings say, and the last state is saved. A caller
+        that drops the iterator half-way gets no such last checkpoint.
+
+        Args:
+          stop: looked at before each step; when it asks for a stop, the state is saved and the iteration ends.
+
+        Raises:
+          DivergedError: the loss is not finite; nothing has been saved since it was.
+        """
+        train, late = self.config.train, None
+        with closing(self.data.train.batches(self.start)) as batches:
+            while self.done < train.steps:
+                with self._meter.waiting():
+                    batch = self._put(next(batches))
+                if self._train_step is None:
+                    self._train_step = self._compile(batch)
+                if stop is not None and stop.requested:
+                    break
+                self.state, metrics = self._train_step(self.state, batch)
+                self.done += 1
+                if late is not None:
+                    yield self._finish(*late)
+                late = (self.done, metrics)
+                if _is_due(self.done, train.eval_every) or _is_due(self.done, train.save_every):
+                    # The state must still be this step's when it is evaluated or saved.
+                    yield self._finish(*late)
+                    late = None
+        if late is not None:
+            yield self._finish(*late)
+        if self.done > 0:
+            self._checkpoints.save(self.done, self.state, wait=True)
+
+    def evaluate(self) -> float:
+        """Mean loss over the first `data.eval_batches` batches of held-out rows, in nats per token."""
+        split = self.data.eval
+        count = min(self.config.data.eval_batches, math.ceil(split.num_rows / self.config.data.batch))
+        sums = [self._eval_step(self.state.params, self._put(split.batch(i))) for i in range(count)]
+        loss, weight = np.sum(jax.device_get(sums), axis=0)
+        return float(loss / weight)
+
+    def sample(self, count: int) -> str:
+        """Text of `count` tokens that the model writes at the start of a document."""
+        tokenizer = self.data.tokenizer
+        tokens = generate(
+            nnx.merge(self._definition, self.state.params),
+            np.array([tokenizer.bos_id], np.int32),
+            count,
+            layout=self.config.attention.layout,
+            num_ids=tokenizer.bos_id,
+            seed=self.config.run.seed,
+        )
+        return tokenizer.decode(tokens)
+
+    def _prepare(self) -> None:
+        """Everything that can go wrong before the first step. Nothing is written until the rest is known to be there."""
+        config = self.config
+        self.data = open_dataset(
+            config.data, seed=config.run.seed, layout=config.attention.layout, ring=config.mesh.seq
+        )
+        self.vocab_size = _vocab_size(config, self.data.tokenizer.vocab_size)
+        if config.run.compilation_cache is not None:
+            jax.config.update("jax_compilation_cache_dir", config.run.compilation_cache)
+        self.notes += start_devices(config.mesh, config.run.platform)
+        self.mesh = make_mesh(config.mesh, config.run.platform)
+        self._resources.enter_context(jax.set_mesh(self.mesh))
+
+        self.folder = self._resources.enter_context(RunFolder(config.run.dir))
+        self.folder.adopt(config)
+        self._checkpoints = self._resources.enter_context(Checkpoints(self.folder.checkpoints, config.train.keep))
+        self._build()
+        self.done = self.start
+        self._log = self._resources.enter_context(
+            MetricsLog(self.folder.metrics, self.folder.tensorboard, resume_step=self.start)
+        )
+
+    def _build(self) -> None:
+        """The state, new or from a checkpoint, and the programs that run on it."""
+        config = self.config
+        optimizer, schedule = build_optimizer(config.optim, config.train.steps)
+        abstract = abstract_state(config, self.vocab_size, optimizer, self.mesh)
+        self._shardings = jax.tree.map(lambda x: x.sharding, abstract)
+        definition, _ = nnx.split(nnx.eval_shape(lambda: build_decoder(config, self.vocab_size)))
+        self._definition = definition
+        step = make_train_step(definition, optimizer, schedule, config.optim.accumulate)
+        # The new state lies as the old one did, and takes its place in memory.
+        self._jitted_step = jax.jit(step, donate_argnums=0, out_shardings=(self._shardings, None))
+        self._train_step: jax.stages.Compiled | None = None
+        self._eval_step = jax.jit(partial(loss_sum, definition))
+        if self._checkpoints.steps():
+            self.start, self.state = self._checkpoints.restore(abstract)
+            self.notes.append(f"continuing from the checkpoint of step {self.start} in {self.folder.path}")
+        else:
+            start = jax.jit(
+                lambda: initial_state(config, self.vocab_size, optimizer), out_shardings=self._shardings
+            )
+            self.start, self.state = 0, start()
+
+    def _compile(self, batch: Batch) -> jax.stages.Compiled:
+        with self._meter.paused():
+            return self._jitted_step.lower(self.state, batch).compile()
+
+    def _put(self, batch: HostBatch) -> Batch:
+        """A batch on the devices, each with its own slots."""
+        sharding = activation_sharding(self.mesh, "batch", "seq")
+        return {
+            name: jax.make_array_from_callback(leaf.shape, sharding, leaf.__getitem__)
+            for name, leaf in batch.items()
+        }
+
+    def _finish(self, step: int, metrics: Metrics) -> StepResult:
+        """Wait for a step, then do what is due after it."""
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        self._meter.step()
+        if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
+            raise DivergedError(
+                f"step {step}: loss is {values['loss']} and gradient norm {values['grad_norm']}; both must be "
+                f"finite. Checkpoints up to step {max(self._checkpoints.steps(), default=0)} are as they were; lower "
+                "optim.lr or optim.clip_norm, or raise optim.warmup_steps, in a new run.dir"
+            )
+        train = self.config.train
+        last = step == train.steps
+        report = self._report(step, values) if last or step % train.log_every == 0 else None
+        eval_loss = None
+        with self._meter.paused():
+            if last or _is_due(step, train.eval_every):
+                eval_loss = self.evaluate()
+                self._log.eval(step, eval_loss=eval_loss)
+            if _is_due(step, train.save_every) and not last:
+                self._checkpoints.save(step, self.state)
+            self._checkpoints.check()
+        tokens = step * self.config.data.batch * self.config.data.seq_len
+        return StepResult(step, values["loss"], values["grad_norm"], values["lr"], tokens, report, eval_loss)
+
+    def _report(self, step: int, values: dict[str, float]) -> StepReport:
+        """The figures since the last report, written to the metrics log."""
+        assert self._train_step is not None
+        pace = self._meter.take()
+        tokens = self.config.data.batch * self.config.data.seq_len
+        report = StepReport(
+            loss=values["loss"],
+            lr=values["lr"],
+            grad_norm=values["grad_norm"],
+            tokens_per_s=tokens / pace.step_s,
+            tokens_per_s_device=tokens / pace.step_s / self.mesh.size,
+            step_s=pace.step_s,
+            data_wait_s=pace.data_wait_s,
+            memory=device_memory(self._train_step),
+            eta_s=pace.step_s * (self.config.train.steps - step),
+        )
+        self._log.train(
+            step,
+            loss=report.loss,
+            grad_norm=report.grad_norm,
+            lr=report.lr,
+            tokens=step * tokens,
+            tokens_per_s=report.tokens_per_s,
+            step_s=report.step_s,
+            data_wait_s=report.data_wait_s,
+            memory=report.memory,
+        )
+        return report
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _vocab_size(config: Config, needed: int) -> int:
+    """Rows of the embedding: as set, or the tokenizer's rounded up so that the tensor axis can cut them."""
+    if config.model.vocab_size is None:
+        return math.ceil(needed / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    if config.model.vocab_size < needed:
+        raise ConfigError(
+            [
+                f"model.vocab_size: {config.model.vocab_size} is less than the {needed} ids of the tokenizer "
+                f"{config.data.tokenizer!r}; use model.vocab_size >= {needed}, or null"
+            ]
+        )
+    return config.model.vocab_size
