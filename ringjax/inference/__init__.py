@@ -1,0 +1,5 @@
+"""Text from a trained model."""
+
+from ringjax.inference.sample import generate
+
+__all__ = ["generate"]
