@@ -12,10 +12,12 @@ class Tokenizer(ABC):
     Attributes:
       vocab_size: ids are in [0, vocab_size).
       bos_id: the id that starts every document; `encode` does not add it.
+      unit: what a token stands for, in the unit of a loss: "byte" in nats/byte.
     """
 
     vocab_size: int
     bos_id: int
+    unit: str
 
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
@@ -38,6 +40,7 @@ class ByteTokenizer(Tokenizer):
 
     vocab_size = 257
     bos_id = 256
+    unit = "byte"
 
     def encode(self, text: str) -> np.ndarray:
         # surrogateescape: bytes of a command line that are not UTF-8 come back as they were typed.

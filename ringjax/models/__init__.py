@@ -1,0 +1,7 @@
+"""The decoder that is trained: its layers, its loss and what it costs."""
+
+from ringjax.models.decoder import Decoder, count_parameters
+from ringjax.models.flops import flops_per_token, keys_per_token
+from ringjax.models.loss import token_loss_sum
+
+__all__ = ["Decoder", "count_parameters", "flops_per_token", "keys_per_token", "token_loss_sum"]

@@ -1,0 +1,40 @@
+"""Model FLOPs: what the mathematics of the model costs, whatever the devices execute.
+
+Convention, to be named beside every MFU: a multiply-add is 2 FLOPs; a causal mask counts as half of a full one,
+packed documents by their own lengths; the backward pass is twice the forward pass; recomputation is not counted.
+"""
+
+import numpy as np
+
+from ringjax.config import ModelConfig
+
+
+def keys_per_token(segment_ids: np.ndarray) -> float:
+    """Mean number of keys that a token attends to, causal: sum over documents of n^2 / 2, over all tokens.
+
+    Args:
+      segment_ids: [B, S] int, the document of each token; negative tokens are padding and attend to nothing.
+    """
+    pairs = 0.0
+    for row in np.asarray(segment_ids):
+        lengths = np.unique(row[row >= 0], return_counts=True)[1].astype(np.float64)
+        pairs += float(np.sum(lengths**2)) / 2
+    return pairs / segment_ids.size
+
+
+def flops_per_token(config: ModelConfig, vocab_size: int, keys: float) -> float:
+    """Model FLOPs of one training step, forward and backward, per token.
+
+    Args:
+      config: the decoder.
+      vocab_size: V.
+      keys: mean number of keys a token attends to: S / 2 for one causal document a row, or `keys_per_token`.
+
+    Returns:
+      3 (2 P + 4 N H D keys), P the weights of all matrices that a token is multiplied with: all but the lookup.
+    """
+    attention = config.dim * config.head_dim * 2 * (config.heads + config.kv_heads)
+    mlp = 3 * config.dim * config.mlp_dim
+    weights = config.layers * (attention + mlp) + config.dim * vocab_size
+    scores = 4 * config.layers * config.heads * config.head_dim * keys
+    return 3 * (2 * weights + scores)

@@ -1,0 +1,133 @@
+"""The mesh: which devices, in which order, under which axis names."""
+
+import math
+import os
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+from ringjax.config import MeshConfig, UserError
+
+# Slowest links first: `jax.make_mesh` gives the last axes the fastest ones, and tensor and seq talk in every layer.
+AXES = ("stage", "data", "fsdp", "seq", "tensor")
+
+
+class MeshError(UserError):
+    """The devices that the settings ask for are not there."""
+
+
+def start_devices(config: MeshConfig, platform: str) -> list[str]:
+    """Start jax's devices, with as many virtual CPU devices as the mesh needs when there is no accelerator.
+
+    Call it before anything else touches a device: the number of CPU devices is fixed when jax starts. Calling it
+    again, or after jax has started with enough devices (a notebook, a test), changes nothing.
+
+    Args:
+      config: devices along each axis.
+      platform: "auto" (the best that jax finds), "cpu", "gpu" or "tpu".
+
+    Returns:
+      Lines for the log, such as "CPU: 4 virtual devices on 2 cores". Empty when there is nothing to say.
+
+    Raises:
+      MeshError: the platform is not there, or has fewer devices than the mesh.
+    """
+    devices = _devices(config, platform)
+    needed = _size(config)
+    kind = devices[0].platform
+    if kind == "cpu" and needed > 1:
+        return [f"CPU: {needed} virtual devices on {os.cpu_count()} cores"]
+    if kind != "cpu" and len(devices) > needed:
+        return [f"{kind.upper()}: the mesh uses {needed} of {len(devices)} devices ({_product(config)})"]
+    return []
+
+
+def make_mesh(config: MeshConfig, platform: str = "auto") -> Mesh:
+    """Build the mesh of a run over the first devices of a platform.
+
+    Every axis of `AXES` is there, of size 1 where it is not used, and is of type Auto: dense layers are partitioned
+    by the compiler. Neighbours along tensor and seq get the fastest links.
+
+    Args:
+      config: devices along each axis.
+      platform: as in `start_devices`, which need not have been called.
+
+    Raises:
+      MeshError: the platform is not there, or has fewer devices than the mesh.
+
+    Example:
+      >>> mesh = make_mesh(MeshConfig(seq=4), "cpu")
+      >>> with jax.set_mesh(mesh):
+      ...     hidden = decoder.hidden(tokens, positions, segment_ids)
+    """
+    devices = _devices(config, platform)[: _size(config)]
+    shape = tuple(_sizes(config).values())
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+
+
+def single_device_mesh() -> Mesh:
+    """The mesh of jax's default device alone, for a model that runs where no mesh is set."""
+    shape = (1,) * len(AXES)
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=jax.devices()[:1])
+
+
+def _devices(config: MeshConfig, platform: str) -> list[Any]:
+    """All devices of the platform; at least as many as the mesh needs."""
+    needed = _size(config)
+    if platform in ("auto", "cpu"):
+        _ask_for_cpus(needed, only=platform == "cpu")
+    try:
+        devices = jax.devices() if platform == "auto" else jax.devices(platform)
+    except RuntimeError as error:
+        raise MeshError(
+            f"run.platform={platform} needs a {platform.upper()}, and jax finds none ({error}); install jax for it "
+            f"(pip install 'ringjax[cuda13]' or 'ringjax[tpu]'), or set run.platform=cpu"
+        ) from error
+    if len(devices) >= needed:
+        return devices
+    if devices[0].platform == "cpu":
+        raise MeshError(
+            f"the mesh needs {needed} devices ({_product(config)}), and jax has already started with "
+            f"{len(devices)} CPU device(s); restart the process or notebook kernel and make the mesh before "
+            f"anything else uses jax, or begin with jax.config.update('jax_num_cpu_devices', {needed})"
+        )
+    raise MeshError(
+        f"the mesh needs {needed} devices ({_product(config)}), and there are {len(devices)} "
+        f"({devices[0].device_kind}); lower mesh.{_largest(config)} or another axis until the product is at most "
+        f"{len(devices)}, or add devices"
+    )
+
+
+def _ask_for_cpus(count: int, only: bool) -> None:
+    """Set what jax starts with, if it has not started: `count` CPU devices, and no other platform if `only`."""
+    if jax.config.values["jax_num_cpu_devices"] >= count:
+        return
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:
+        return  # jax has started; the caller counts the devices that are there
+    if only:
+        jax.config.update("jax_platforms", "cpu")  # or an unused GPU would have its memory reserved
+
+
+def _sizes(config: MeshConfig) -> dict[str, int]:
+    """Devices along each axis, in mesh order."""
+    return {axis: config.model_dump()[axis] for axis in AXES}
+
+
+def _size(config: MeshConfig) -> int:
+    """Devices in all."""
+    return math.prod(_sizes(config).values())
+
+
+def _product(config: MeshConfig) -> str:
+    """The axes that count, as "data=2 x seq=4"."""
+    sizes = {axis: size for axis, size in _sizes(config).items() if size > 1} or {"seq": 1}
+    return " x ".join(f"{axis}={size}" for axis, size in sizes.items())
+
+
+def _largest(config: MeshConfig) -> str:
+    """The axis with the most devices."""
+    sizes = _sizes(config)
+    return max(sizes, key=lambda axis: sizes[axis])

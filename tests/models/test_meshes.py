@@ -1,0 +1,94 @@
+"""The same model on every mesh: same loss and gradients, weights stored in pieces, only weights gathered."""
+
+from collections import Counter
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from hlo import shapes
+from jax.sharding import NamedSharding
+
+from ringjax.config import MeshConfig
+from ringjax.parallel import activation_sharding, make_mesh, state_shardings, used
+
+RING = {"seq": 4}  # in a ring of 2, XLA merges the hop of a replayed lap with the same hop of the backward lap
+MESHES = [{"data": 2}, {"fsdp": 2}, RING, {"tensor": 2}, {"fsdp": 2, "seq": 2, "tensor": 2}]
+NAMES = [" ".join(f"{axis}{size}" for axis, size in mesh.items()) for mesh in MESHES]
+
+
+def run(case, sizes):
+    """Compiled program, loss, gradients and parameters of a case on a mesh."""
+    mesh = make_mesh(MeshConfig(**sizes))
+    with jax.set_mesh(mesh):
+        definition, abstract = nnx.split(nnx.eval_shape(case.decoder))
+        placed = state_shardings(abstract, mesh)
+        params = jax.jit(lambda: nnx.state(case.decoder()), out_shardings=placed)()
+        batch = jax.device_put(case.batch(mesh.shape["seq"]), activation_sharding(mesh, "batch", "seq"))
+        step = jax.jit(
+            jax.value_and_grad(lambda params, batch: case.loss(nnx.merge(definition, params), batch)),
+            out_shardings=(None, placed),
+        )
+        compiled = step.lower(params, batch).compile()
+        loss, gradients = compiled(params, batch)
+    return compiled, float(loss), gradients, params
+
+
+@pytest.fixture(scope="module")
+def alone(tiny):
+    """Loss and gradients on one device, the batch in natural order."""
+    return run(tiny(layout="contiguous"), {})[1:3]
+
+
+@pytest.fixture(scope="module")
+def on_ring(tiny):
+    """The plain ring: compiled once, looked at by several tests."""
+    return run(tiny(), RING)
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=NAMES)
+def test_loss_and_gradients_equal_one_device(tiny, alone, on_ring, sizes):
+    compiled, loss, gradients, params = on_ring if sizes == RING else run(tiny(), sizes)
+    assert loss == pytest.approx(alone[0], rel=1e-6)
+    for got, want in zip(jax.tree.leaves(gradients), jax.tree.leaves(alone[1]), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
+    rows, columns = 32 // (sizes.get("fsdp", 1) * sizes.get("seq", 1)), 48 // sizes.get("tensor", 1)
+    for state in (params, gradients):
+        assert state["blocks"]["mlp"]["gate"][...].addressable_shards[0].data.shape == (2, rows, columns)
+        assert state["norm"]["scale"][...].addressable_shards[0].data.shape == (rows,)
+    assert bool(shapes(compiled, "collective-permute")) == (sizes.get("seq", 1) > 1)
+    assert not shapes(compiled, "all-to-all")
+    assert set(shapes(compiled, "all-gather")) <= weights_in_use(params)
+
+
+def weights_in_use(params) -> set[tuple[int, ...]]:
+    """Shapes of one layer's weights as a device uses them."""
+    found = set()
+    for param in jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)):
+        value, dims = param[...], param.get_metadata("dims")
+        stacked = dims[0] == "layers"
+        spec = used(dims[stacked:])
+        found.add(NamedSharding(value.sharding.mesh, spec).shard_shape(value.shape[stacked:]))
+    return found
+
+
+def test_recomputing_a_block_does_not_replay_the_ring(tiny, on_ring):
+    compiled, loss, gradients, _ = run(tiny(remat="block"), RING)
+    plain, plain_loss, plain_gradients, _ = on_ring
+    hops = Counter(shapes(compiled, "collective-permute"))
+    assert hops == Counter(shapes(plain, "collective-permute"))
+    assert len(shapes(compiled, "all-gather")) > len(
+        shapes(plain, "all-gather")
+    )  # it does recompute: weights come again
+    assert loss == pytest.approx(plain_loss, rel=1e-6)
+    for got, want in zip(jax.tree.leaves(gradients), jax.tree.leaves(plain_gradients), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-6 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "striped"])
+def test_every_layout_gives_the_same_loss(tiny, alone, layout):
+    case = tiny(layout=layout)
+    mesh = make_mesh(MeshConfig(seq=4))
+    with jax.set_mesh(mesh):
+        batch = jax.device_put(case.batch(4), activation_sharding(mesh, "batch", "seq"))
+        assert float(jax.jit(case.loss)(case.decoder(), batch)) == pytest.approx(alone[0], rel=1e-6)
