@@ -8,6 +8,7 @@ nothing is ever differentiated through a `shard_map`, which is what lets the ope
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -130,11 +131,11 @@ class _Program:
     axes: _Axes
     ring: Ring
 
-    def _specs(self, tokens: Tokens) -> tuple[PartitionSpec, PartitionSpec, Tokens]:
+    def _specs(self, tokens: Tokens) -> tuple[PartitionSpec, PartitionSpec, Any]:
         """Of arrays with heads and a head dim, of arrays with heads, and of tokens."""
         rows = PartitionSpec(self.axes.batch or None, self.axes.seq)
         heads = PartitionSpec(*rows, self.axes.head)
-        return PartitionSpec(*heads, None), heads, Tokens(*(None if x is None else rows for x in tokens))
+        return PartitionSpec(*heads, None), heads, jax.tree.map(lambda _: rows, tokens)
 
     def forward(self, q, k, v, tokens: Tokens):
         full, heads, token_spec = self._specs(tokens)
@@ -165,8 +166,8 @@ def _attention_fwd(program: _Program, q, k, v, tokens: Tokens):
 
 
 def _attention_bwd(program: _Program, residuals, cotangents):
-    dout, dlse = cotangents
-    dq, dk, dv = program.backward(*residuals, dout, dlse)
+    q, k, v, tokens, out, lse = residuals
+    dq, dk, dv = program.backward(q, k, v, tokens, out, lse, *cotangents)
     return dq, dk, dv, None
 
 

@@ -84,7 +84,8 @@ class Ring:
         """
         kv_heads = k.shape[2]
         delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - dlse
-        rows = _Rows(*(_by_head(x, kv_heads) for x in (q, dout, lse, delta)), tokens)
+        q_BKGLD, dout, lse, delta = (_by_head(x, kv_heads) for x in (q, dout, lse, delta))
+        rows = _Rows(q_BKGLD, dout, lse, delta, tokens)
         block = _pack(k, v, tokens)
 
         def attend(dq: jax.Array, block: Block, calls: list[Call]) -> Gradients:
@@ -143,7 +144,9 @@ class Ring:
 
         def attend(gradients: Gradients) -> Gradients:
             dq, dkv = gradients
-            q, dout, lse, delta = (self._take(x, call.q_chunk, 3) for x in rows[:-1])
+            q, dout, lse, delta = (
+                self._take(x, call.q_chunk, 3) for x in (rows.q, rows.dout, rows.lse, rows.delta)
+            )
             k, v = jnp.split(self._take(block.kv, call.k_chunk, 2), [q.shape[-1]], axis=-1)
             relation = self._relation(call, rows.tokens, block.tokens)
             dq_share, *dkv_share = self.kernel.backward(q, k, v, relation, self.scale, lse, delta, dout)
@@ -155,13 +158,13 @@ class Ring:
         return attend(gradients) if call.when is None else jax.lax.cond(call.when, attend, lambda x: x, gradients)
 
     def _relation(self, call: Call, q_tokens: Tokens, k_tokens: Tokens) -> Relation:
-        q_tokens = Tokens(*(self._take(x, call.q_chunk, 1) for x in q_tokens))
-        k_tokens = Tokens(*(self._take(x, call.k_chunk, 1) for x in k_tokens))
+        q_tokens = jax.tree.map(lambda x: self._take(x, call.q_chunk, 1), q_tokens)
+        k_tokens = jax.tree.map(lambda x: self._take(x, call.k_chunk, 1), k_tokens)
         return Relation(self.mask, call.order, call.shift, q_tokens, k_tokens)
 
-    def _take(self, x: T, chunk: jax.Array | int | None, dim: int) -> T:
-        """The slots of one chunk; all of them if there is none to choose, or nothing to choose from."""
-        if x is None or chunk is None:
+    def _take(self, x: jax.Array, chunk: jax.Array | int | None, dim: int) -> jax.Array:
+        """The slots of one chunk; all of them if there is none to choose."""
+        if chunk is None:
             return x
         size = x.shape[dim] // self.layout.chunks
         return jax.lax.dynamic_slice_in_dim(x, chunk * size, size, axis=dim)

@@ -28,14 +28,12 @@ def run(config: Config) -> int:
         folder = trainer.folder
         if stop.requested and trainer.done < config.train.steps:
             console.line(
-                f"stopped by {stop.requested} after step {trainer.done} of {config.train.steps}, saved in {folder.path}; "
-                "the same command continues"
+                f"stopped by {stop.requested} after step {trainer.done} of {config.train.steps}, saved in "
+                f"{folder.path}; the same command continues"
             )
             return stop.exit_status
-        if config.train.sample_tokens:
-            console.line(
-                f"\na sample of {config.train.sample_tokens} tokens:\n{trainer.sample(config.train.sample_tokens)}\n"
-            )
+        if count := config.train.sample_tokens:
+            console.line(f"\na sample of {count} tokens:\n{trainer.sample(count)}\n")
         console.line(f"metrics      {folder.metrics}")
         console.line(f"tensorboard  {folder.tensorboard}  (tensorboard --logdir {folder.tensorboard})")
         console.line(f"checkpoints  {folder.checkpoints}")

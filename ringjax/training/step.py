@@ -1,6 +1,7 @@
 """One optimizer step, and one evaluation, as pure functions of state and batch."""
 
 from collections.abc import Callable
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -77,6 +78,7 @@ def make_train_step(
             "lr": jnp.asarray(schedule(state.step), jnp.float32),
             "weight": weight,
         }
-        return TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state), metrics
+        params = cast(nnx.State, optax.apply_updates(state.params, updates))
+        return TrainState(state.step + 1, params, opt_state), metrics
 
     return step

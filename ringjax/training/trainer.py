@@ -115,7 +115,7 @@ class Trainer:
           DivergedError: the loss is not finite; nothing has been saved since it was.
         """
         train, late = self.config.train, None
-        with closing(self.data.train.batches(self.start)) as batches:
+        with closing(self.data.train.batches(self.done)) as batches:
             while self.done < train.steps:
                 with self._meter.waiting():
                     batch = self._put(next(batches))
@@ -159,7 +159,7 @@ class Trainer:
         return tokenizer.decode(tokens)
 
     def _prepare(self) -> None:
-        """Everything that can go wrong before the first step. Nothing is written until the rest is known to be there."""
+        """Find out what can go wrong before the first step; write nothing until the rest is known to be there."""
         config = self.config
         self.data = open_dataset(
             config.data, seed=config.run.seed, layout=config.attention.layout, ring=config.mesh.seq
@@ -221,8 +221,8 @@ class Trainer:
         if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
             raise DivergedError(
                 f"step {step}: loss is {values['loss']} and gradient norm {values['grad_norm']}; both must be "
-                f"finite. Checkpoints up to step {max(self._checkpoints.steps(), default=0)} are as they were; lower "
-                "optim.lr or optim.clip_norm, or raise optim.warmup_steps, in a new run.dir"
+                f"finite. The last checkpoint is that of step {max(self._checkpoints.steps(), default=0)}; lower "
+                "optim.lr or optim.clip_norm, or raise optim.warmup_steps, in another run.dir"
             )
         train = self.config.train
         last = step == train.steps
