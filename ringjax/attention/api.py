@@ -5,6 +5,7 @@ nothing is ever differentiated through a `shard_map`, which is what lets the ope
 `jax.checkpoint` and pipelines.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -44,7 +45,7 @@ def ring_attention(
     strategy: str = "ring",
     kernel: str | BlockKernel = "auto",
     return_lse: bool = False,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> Any:
     """Exact attention over a sequence that is sharded across a ring of devices.
 
     For each query i over the keys j it may see, with s_ij = scale * q_i . k_j:
@@ -91,7 +92,7 @@ def ring_attention(
       >>> ring_attention(x, x, x, mesh=mesh).shape
       (1, 8, 2, 4)
     """
-    _refuse_unsupported(mask, softcap, sinks, strategy)
+    _check_options(mask, scale, softcap, sinks, strategy)
     mesh = _mesh(mesh)
     axes = _axes(mesh, seq_axis, batch_axes, head_axis)
     _check_arrays(q, k, v)
@@ -175,7 +176,11 @@ _attention.defvjp(_attention_fwd, _attention_bwd)
 _compiled_attention = jax.jit(_attention, static_argnums=0)
 
 
-def _refuse_unsupported(mask: Mask, softcap: float | None, sinks: jax.Array | None, strategy: str) -> None:
+def _check_options(mask: Mask, scale: float | None, softcap: float | None, sinks, strategy: str) -> None:
+    if not isinstance(mask, Mask):
+        raise ValueError(f"mask must be a Mask, such as Mask(causal=True), got {mask!r}")
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale must be a finite number, got {scale}")
     asked = {
         "mask.window": mask.window,
         "mask.prefix_length": mask.prefix_length,
@@ -248,9 +253,7 @@ def _check_tokens(name: str, x: jax.Array | None, q_shape: tuple[int, ...]) -> N
 def _check_cuts(mesh, axes: _Axes, layout: Layout, q_shape: tuple[int, ...], kv_heads: int) -> None:
     batch, seq, heads, _ = q_shape
     layout.check(seq, mesh.shape[axes.seq])
-    parts = 1
-    for name in axes.batch:
-        parts *= mesh.shape[name]
+    parts = math.prod(mesh.shape[name] for name in axes.batch)
     if batch % parts:
         raise ValueError(
             f"the batch size must be a multiple of {parts}, the devices along {', '.join(axes.batch)}; got {batch}"

@@ -8,6 +8,7 @@ travels in vain, and the size of the program does not depend on R.
 Everything in this file runs on one device's block, inside `shard_map`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 from ringjax.attention.kernels.base import BlockKernel, Relation
 from ringjax.attention.layout import Layout
 from ringjax.attention.mask import Mask, Tokens
-from ringjax.attention.meeting import Call, foreign_calls, own_calls
+from ringjax.attention.meeting import Call, Chunks, foreign_call, own_call
 from ringjax.attention.softmax import Partial, filled, merge
 
 T = TypeVar("T")
@@ -48,22 +49,20 @@ class Ring:
         rows = q_BKGLD.shape[:-1]
         part = Partial(filled(q, (*rows, v.shape[-1])), filled(q, rows, -jnp.inf))
 
-        def attend(part: Partial, block: Block, calls: list[Call]) -> Partial:
-            for call in calls:
-                part = self._call_forward(call, q_BKGLD, tokens, block, part)
-            return part
+        def attend(part: Partial, block: Block, call: Call) -> Partial:
+            return self._forward(call, q_BKGLD, tokens, block, part)
 
         def step(carry: tuple[Block, Partial], i: jax.Array) -> tuple[tuple[Block, Partial], None]:
             block, part = carry
             following = self._hop(block)
-            return (following, attend(part, block, self._calls(i, block.tokens))), None
+            return (following, attend(part, block, self._foreign_call(i, block.tokens))), None
 
         arriving = self._hop(block) if self.size > 1 else block
-        part = attend(part, block, self._own_calls(tokens))
+        part = attend(part, block, self._own_call(tokens))
         if self.size > 2:
             (arriving, part), _ = jax.lax.scan(step, (arriving, part), jnp.arange(1, self.size - 1))
         if self.size > 1:
-            part = attend(part, arriving, self._calls(self.size - 1, arriving.tokens))
+            part = attend(part, arriving, self._foreign_call(self.size - 1, arriving.tokens))
         return _by_token(part.out).astype(q.dtype), _by_token(part.lse)
 
     def backward(
@@ -88,92 +87,109 @@ class Ring:
         rows = _Rows(q_BKGLD, dout, lse, delta, tokens)
         block = _pack(k, v, tokens)
 
-        def attend(dq: jax.Array, block: Block, calls: list[Call]) -> Gradients:
-            dkv = filled(q, block.kv.shape)
-            for call in calls:
-                dq, dkv = self._call_backward(call, rows, block, dq, dkv)
-            return dq, dkv
+        def attend(dq: jax.Array, block: Block, call: Call) -> Gradients:
+            return self._backward(call, rows, block, (dq, filled(q, block.kv.shape)))
 
         def step(carry: tuple[Block, Gradients], i: jax.Array) -> tuple[tuple[Block, Gradients], None]:
             block, (dq, dkv) = carry
             following, dkv = self._hop(block), self._hop(dkv)
-            dq, share = attend(dq, block, self._calls(i, block.tokens))
+            dq, share = attend(dq, block, self._foreign_call(i, block.tokens))
             return (following, (dq, dkv + share)), None
 
         arriving = self._hop(block) if self.size > 1 else block
-        dq, own_dkv = attend(filled(q, rows.q.shape), block, self._own_calls(tokens))
+        dq, own_dkv = attend(filled(q, rows.q.shape), block, self._own_call(tokens))
         if self.size > 1:
             following = self._hop(arriving) if self.size > 2 else arriving
-            dq, dkv = attend(dq, arriving, self._calls(1, arriving.tokens))
+            dq, dkv = attend(dq, arriving, self._foreign_call(1, arriving.tokens))
             if self.size > 3:
                 (following, (dq, dkv)), _ = jax.lax.scan(step, (following, (dq, dkv)), jnp.arange(2, self.size - 1))
             if self.size > 2:
                 dkv = self._hop(dkv)
-                dq, share = attend(dq, following, self._calls(self.size - 1, following.tokens))
+                dq, share = attend(dq, following, self._foreign_call(self.size - 1, following.tokens))
                 dkv = dkv + share
             own_dkv = own_dkv + self._hop(dkv)
         dk, dv = jnp.split(own_dkv.swapaxes(1, 2), [k.shape[-1]], axis=-1)
         return _by_token(dq).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
 
-    def _own_calls(self, tokens: Tokens) -> list[Call]:
-        return own_calls(self.mask, tokens.positions is not None)
+    def _own_call(self, tokens: Tokens) -> Call:
+        return own_call(self.mask, tokens.positions is not None)
 
-    def _calls(self, step: jax.Array | int, tokens: Tokens) -> list[Call]:
+    def _foreign_call(self, step: jax.Array | int, tokens: Tokens) -> Call:
         rank = jax.lax.axis_index(self.axis)
         source = (rank - step) % self.size
-        return foreign_calls(self.layout, self.mask, tokens.positions is not None, rank, source)
+        return foreign_call(self.layout, self.mask, tokens.positions is not None, rank, source)
 
     def _hop(self, x: T) -> T:
         return jax.lax.ppermute(x, self.axis, [(i, (i + 1) % self.size) for i in range(self.size)])
 
-    def _call_forward(self, call: Call, q: jax.Array, tokens: Tokens, block: Block, part: Partial) -> Partial:
-        """Merge what one call adds into the partial result."""
+    def _forward(self, call: Call, q: jax.Array, tokens: Tokens, block: Block, part: Partial) -> Partial:
+        """Merge what a call yields into the partial result."""
 
-        def attend(part: Partial) -> Partial:
-            mine = Partial(*(self._take(x, call.q_chunk, 3) for x in part))
-            queries, kv = self._take(q, call.q_chunk, 3), self._take(block.kv, call.k_chunk, 2)
-            k, v = jnp.split(kv, [q.shape[-1]], axis=-1)
-            relation = self._relation(call, tokens, block.tokens)
-            new = self.kernel.forward(queries, k, v, relation, self.scale)
-            return Partial(*(self._put(x, y, call.q_chunk, 3) for x, y in zip(part, merge(mine, new), strict=True)))
+        def attend(part: Partial, q_slots: "_Slots", k_slots: "_Slots") -> Partial:
+            k, v = jnp.split(k_slots.take(block.kv, 2), [q.shape[-1]], axis=-1)
+            relation = _relation(self.mask, call, q_slots, tokens, k_slots, block.tokens)
+            new = self.kernel.forward(q_slots.take(q, 3), k, v, relation, self.scale)
+            merged = merge(Partial(*(q_slots.take(x, 3) for x in part)), new)
+            return Partial(*(q_slots.put(x, y, 3) for x, y in zip(part, merged, strict=True)))
 
-        return attend(part) if call.when is None else jax.lax.cond(call.when, attend, lambda part: part, part)
+        return self._run(call, attend, part)
 
-    def _call_backward(self, call: Call, rows: "_Rows", block: Block, dq: jax.Array, dkv: jax.Array) -> Gradients:
-        """Add what one call adds to the gradients of the queries and of the block."""
+    def _backward(self, call: Call, rows: "_Rows", block: Block, gradients: Gradients) -> Gradients:
+        """Add what a call yields to the gradients of the queries and of the block."""
 
-        def attend(gradients: Gradients) -> Gradients:
+        def attend(gradients: Gradients, q_slots: "_Slots", k_slots: "_Slots") -> Gradients:
             dq, dkv = gradients
-            q, dout, lse, delta = (
-                self._take(x, call.q_chunk, 3) for x in (rows.q, rows.dout, rows.lse, rows.delta)
-            )
-            k, v = jnp.split(self._take(block.kv, call.k_chunk, 2), [q.shape[-1]], axis=-1)
-            relation = self._relation(call, rows.tokens, block.tokens)
+            q, dout, lse, delta = (q_slots.take(x, 3) for x in (rows.q, rows.dout, rows.lse, rows.delta))
+            k, v = jnp.split(k_slots.take(block.kv, 2), [q.shape[-1]], axis=-1)
+            relation = _relation(self.mask, call, q_slots, rows.tokens, k_slots, block.tokens)
             dq_share, *dkv_share = self.kernel.backward(q, k, v, relation, self.scale, lse, delta, dout)
             dkv_share = jnp.concatenate(dkv_share, axis=-1)
-            dq = self._put(dq, self._take(dq, call.q_chunk, 3) + dq_share, call.q_chunk, 3)
-            return dq, self._put(dkv, self._take(dkv, call.k_chunk, 2) + dkv_share, call.k_chunk, 2)
+            dq = q_slots.put(dq, q_slots.take(dq, 3) + dq_share, 3)
+            return dq, k_slots.put(dkv, k_slots.take(dkv, 2) + dkv_share, 2)
 
-        gradients = (dq, dkv)
-        return attend(gradients) if call.when is None else jax.lax.cond(call.when, attend, lambda x: x, gradients)
+        return self._run(call, attend, gradients)
 
-    def _relation(self, call: Call, q_tokens: Tokens, k_tokens: Tokens) -> Relation:
-        q_tokens = jax.tree.map(lambda x: self._take(x, call.q_chunk, 1), q_tokens)
-        k_tokens = jax.tree.map(lambda x: self._take(x, call.k_chunk, 1), k_tokens)
-        return Relation(self.mask, call.order, call.shift, q_tokens, k_tokens)
+    def _run(self, call: Call, attend: Callable[[T, "_Slots", "_Slots"], T], state: T) -> T:
+        """Apply `attend` to the whole blocks, or to one pair of chunks after another."""
+        if call.chunks is not None:
+            size = self.layout.chunks
 
-    def _take(self, x: jax.Array, chunk: jax.Array | int | None, dim: int) -> jax.Array:
-        """The slots of one chunk; all of them if there is none to choose."""
-        if chunk is None:
+            def step(state: T, pair: Chunks) -> tuple[T, None]:
+                return attend(state, _Slots(pair.q, size), _Slots(pair.k, size)), None
+
+            return jax.lax.scan(step, state, call.chunks)[0]
+
+        def whole(state: T) -> T:
+            return attend(state, _Slots(), _Slots())
+
+        return whole(state) if call.when is None else jax.lax.cond(call.when, whole, lambda state: state, state)
+
+
+class _Slots(NamedTuple):
+    """The slots of one of `count` equal chunks of a block, or of the whole block."""
+
+    chunk: jax.Array | None = None
+    count: int = 1
+
+    def take(self, x: jax.Array, dim: int) -> jax.Array:
+        """These slots of x."""
+        if self.chunk is None:
             return x
-        size = x.shape[dim] // self.layout.chunks
-        return jax.lax.dynamic_slice_in_dim(x, chunk * size, size, axis=dim)
+        size = x.shape[dim] // self.count
+        return jax.lax.dynamic_slice_in_dim(x, self.chunk * size, size, axis=dim)
 
-    def _put(self, x: jax.Array, part: jax.Array, chunk: jax.Array | int | None, dim: int) -> jax.Array:
-        """x with the slots of one chunk replaced."""
-        if chunk is None:
+    def put(self, x: jax.Array, part: jax.Array, dim: int) -> jax.Array:
+        """x with these slots replaced."""
+        if self.chunk is None:
             return part
-        return jax.lax.dynamic_update_slice_in_dim(x, part, chunk * part.shape[dim], axis=dim)
+        return jax.lax.dynamic_update_slice_in_dim(x, part, self.chunk * part.shape[dim], axis=dim)
+
+
+def _relation(mask: Mask, call: Call, q_slots: _Slots, q: Tokens, k_slots: _Slots, k: Tokens) -> Relation:
+    """What the kernel has to know of a call on these slots."""
+    q_tokens = jax.tree.map(lambda x: q_slots.take(x, 1), q)
+    k_tokens = jax.tree.map(lambda x: k_slots.take(x, 1), k)
+    return Relation(mask, call.order, call.shift, q_tokens, k_tokens)
 
 
 class _Rows(NamedTuple):

@@ -1,0 +1,127 @@
+"""One attention problem, its float64 answer, and the same problem run through the ring."""
+
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+
+from ringjax.attention import Mask, get_layout, reference_attention, ring_attention
+from ringjax.attention.kernels import BlockKernel
+
+RESULTS = ("out", "lse", "dq", "dk", "dv")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Inputs in natural order, with cotangents for out and lse; `answer` is the float64 oracle's."""
+
+    seq: int = 48
+    heads: int = 4
+    kv_heads: int = 2
+    dim: int = 8
+    value_dim: int = 8
+    batch: int = 2
+    causal: bool = True
+    packed: bool = False
+    structured: bool = False
+    dtype: str = "float32"
+
+    @property
+    def mask(self) -> Mask:
+        return Mask(causal=self.causal)
+
+    @cached_property
+    def segments(self) -> np.ndarray | None:
+        """Documents of uneven lengths, other ones in each row, and padding in between and at the end."""
+        if not self.packed:
+            return None
+        rng = np.random.default_rng(1)
+        ids = np.sort(rng.integers(0, 5, (self.batch, self.seq)), axis=1).astype(np.int32)
+        ids[:, -3:] = -1
+        ids[0, 10:12] = -2
+        return ids
+
+    @cached_property
+    def inputs(self) -> tuple[np.ndarray, ...]:
+        """q, k, v, dout, dlse."""
+        rng = np.random.default_rng(0)
+        shapes = [(self.heads, self.dim), (self.kv_heads, self.dim), (self.kv_heads, self.value_dim)]
+        shapes += [(self.heads, self.value_dim), (self.heads,)]
+        arrays = [rng.normal(size=(self.batch, self.seq, *shape)) for shape in shapes]
+        if self.structured:
+            # Ramps along the sequence, another scale in each row and head, scores far from 0: an error in one
+            # block, row or head shows, where in noise it would average out.
+            place = np.linspace(-1, 1, self.seq).reshape(1, -1, *[1] * 2)
+            row = np.arange(1, self.batch + 1).reshape(-1, 1, 1, 1)
+            q, k, v, dout = (x * 0.1 + place * row * (1 + np.arange(x.shape[2])[:, None]) for x in arrays[:4])
+            arrays = [q, k, v, dout, arrays[4]]
+        if self.segments is not None:
+            arrays[4] = arrays[4] * (self.segments >= 0)[..., None]  # the lse of padding is -inf: no cotangent
+        return (*(x.astype(jnp.dtype(self.dtype)) for x in arrays[:4]), arrays[4].astype(np.float32))
+
+    @cached_property
+    def answer(self) -> dict[str, np.ndarray]:
+        """The oracle's results in float64."""
+        with jax.enable_x64():
+            arrays = [jnp.asarray(x, jnp.float64) for x in self.inputs]
+            results = _oracle(self.mask, self.segments, *arrays)
+            return dict(zip(RESULTS, map(np.asarray, results), strict=True))
+
+    def run(self, ring: int, layout: str, kernel: str | BlockKernel = "xla", **more: Any) -> dict[str, np.ndarray]:
+        """The ring's results, back in natural order."""
+        order = get_layout(layout)
+        *inputs, dlse = (order.permute(x, ring) for x in self.inputs)
+        segments = None if self.segments is None else order.permute(self.segments, ring)
+        attend = partial(
+            ring_attention,
+            **{"mesh": ring_mesh(ring), "layout": layout, "mask": self.mask, "segment_ids": segments} | more,
+            kernel=kernel,
+            return_lse=True,
+        )
+        (out, lse), pullback = jax.vjp(attend, *inputs[:3])
+        results = (out, lse, *pullback((jnp.asarray(inputs[3]), jnp.asarray(dlse))))
+        return {name: order.unpermute(np.asarray(x), ring) for name, x in zip(RESULTS, results, strict=True)}
+
+    def errors(self, results: dict[str, np.ndarray]) -> dict[str, float]:
+        """Relative Frobenius errors; rows without keys must have lse -inf exactly."""
+        lse = self.answer["lse"]
+        np.testing.assert_array_equal(np.isneginf(results["lse"]), np.isneginf(lse))
+        return {
+            name: relative_error(np.where(np.isneginf(x), 0, x), np.where(np.isneginf(want), 0, want))
+            for name, x, want in ((name, results[name], self.answer[name]) for name in RESULTS)
+        }
+
+
+@partial(jax.jit, static_argnums=0)
+def _oracle(mask: Mask, segments, q, k, v, dout, dlse):
+    (out, lse), pullback = jax.vjp(lambda *x: reference_attention(*x, mask=mask, segment_ids=segments), q, k, v)
+    return out, lse, *pullback((dout, dlse))
+
+
+def relative_error(got: np.ndarray, want: np.ndarray) -> float:
+    """|got - want| / |want| in the Frobenius norm."""
+    return float(np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want))
+
+
+def ring_mesh(ring: int, **others: int) -> Mesh:
+    """A mesh with a ring, and other axes before it."""
+    sizes = {**others, "seq": ring}
+    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes), devices=devices)
+
+
+@pytest.fixture(scope="session")
+def problem() -> type[Problem]:
+    """The class itself: each test chooses its variant."""
+    return Problem
+
+
+@pytest.fixture(scope="session")
+def mesh_of():
+    """`ring_mesh`."""
+    return ring_mesh

@@ -1,0 +1,123 @@
+"""The tiled kernel alone, one block against one block, for tiles that fit and tiles that do not."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ringjax.attention import Mask
+from ringjax.attention.kernels import Order, Relation, XlaKernel, get_kernel
+from ringjax.attention.mask import Tokens
+
+BATCH, KV_HEADS, GROUP, DIM = 2, 2, 2, 4
+KERNELS = [
+    XlaKernel(),
+    XlaKernel(q_tile=8, k_tile=4),
+    XlaKernel(q_tile=10, k_tile=7),
+    XlaKernel(q_tile=2, k_tile=3),
+]
+
+
+def dense(q, k, v, seen, scale):
+    """Attention as its formula says, in float64, with `seen` [B, Lq, Lk]."""
+    scores = np.einsum("bkgqd,bksd->bkgqs", q, k) * scale
+    scores = np.where(seen[:, None, None], scores, -np.inf)
+    top = np.maximum(scores.max(-1, keepdims=True), -1e30)
+    weights = np.exp(scores - top)
+    total = weights.sum(-1)
+    with np.errstate(divide="ignore"):
+        lse = np.log(total) + top[..., 0]
+    p = weights / np.where(total == 0, 1, total)[..., None]
+    return np.einsum("bkgqs,bksd->bkgqd", p, v), lse, p
+
+
+def dense_backward(q, k, v, p, delta, dout, scale):
+    """dq, dk, dv from probabilities."""
+    dp = np.einsum("bkgqd,bksd->bkgqs", dout, v)
+    ds = p * (dp - delta[..., None]) * scale
+    return (
+        np.einsum("bkgqs,bksd->bkgqd", ds, k),
+        np.einsum("bkgqs,bkgqd->bksd", ds, q),
+        np.einsum("bkgqs,bkgqd->bksd", p, dout),
+    )
+
+
+def relation_and_sight(order, shift, q_len, k_len, packed):
+    """A relation, and by another way what it lets be seen."""
+    rng = np.random.default_rng(3)
+    q_index, k_index = np.arange(q_len)[:, None], np.arange(k_len)[None]
+    q_positions, k_positions = (rng.integers(0, 20, (BATCH, n)).astype(np.int32) for n in (q_len, k_len))
+    seen = {
+        Order.ALL: np.ones((1, q_len, k_len), bool),
+        Order.LOWER: (q_index >= k_index + shift)[None],
+        Order.ANY: q_positions[:, :, None] >= k_positions[:, None],
+    }[order]
+    seen = np.broadcast_to(seen, (BATCH, q_len, k_len))
+    given = order is Order.ANY
+    q_tokens = Tokens(jnp.asarray(q_positions) if given else None)
+    k_tokens = Tokens(jnp.asarray(k_positions) if given else None)
+    if packed:
+        q_segments, k_segments = (
+            np.sort(rng.integers(-1, 3, (BATCH, n)), 1).astype(np.int32) for n in (q_len, k_len)
+        )
+        same = q_segments[:, :, None] == k_segments[:, None]
+        seen = seen & same & (k_segments[:, None] >= 0)
+        q_tokens = q_tokens._replace(segments=jnp.asarray(q_segments))
+        k_tokens = k_tokens._replace(segments=jnp.asarray(k_segments))
+    return Relation(Mask(), order, shift, q_tokens, k_tokens), seen
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+@pytest.mark.parametrize(
+    ("order", "shift", "q_len", "k_len", "packed"),
+    [
+        (Order.ALL, 0, 16, 12, False),
+        (Order.ALL, 0, 13, 17, True),
+        (Order.LOWER, 0, 16, 16, True),
+        (Order.LOWER, 1, 13, 13, False),
+        (Order.ANY, 0, 17, 11, True),
+    ],
+)
+def test_equals_the_formula(kernel, order, shift, q_len, k_len, packed):
+    rng = np.random.default_rng(0)
+    q, dout = (rng.normal(size=(BATCH, KV_HEADS, GROUP, q_len, DIM)) for _ in range(2))
+    k, v = (rng.normal(size=(BATCH, KV_HEADS, k_len, DIM)) for _ in range(2))
+    delta = rng.normal(size=(BATCH, KV_HEADS, GROUP, q_len))
+    relation, seen = relation_and_sight(order, shift, q_len, k_len, packed)
+    out, lse, p = dense(q, k, v, seen, 0.3)
+    # Keys elsewhere have raised the lse: the backward pass must use the one it is given.
+    global_lse = lse + 0.5
+    gradients = dense_backward(q, k, v, p * np.exp(-0.5), delta, dout, 0.3)
+
+    arrays = [jnp.asarray(x, jnp.float32) for x in (q, k, v)]
+    part = jax.jit(lambda *x: kernel.forward(*x, relation, 0.3))(*arrays)
+    rows = [jnp.asarray(x, jnp.float32) for x in (global_lse, delta, dout)]
+    got = jax.jit(lambda *x: kernel.backward(*x[:3], relation, 0.3, *x[3:]))(*arrays, *rows)
+
+    np.testing.assert_allclose(part.out, out, atol=2e-6)
+    np.testing.assert_allclose(part.lse, lse, rtol=2e-6, atol=2e-6)
+    for mine, want in zip(got, gradients, strict=True):
+        assert mine.dtype == jnp.float32
+        np.testing.assert_allclose(mine, want, atol=1e-5)
+
+
+def test_tiles_that_nothing_can_see_are_not_computed():
+    # A tile of nothing but NaN is behind the condition: computing it and masking it would still give NaN * 0.
+    kernel, length = XlaKernel(q_tile=4, k_tile=4), 16
+    segments = jnp.repeat(jnp.arange(4), 4)[None]
+    tokens = Tokens(segments=segments)
+    relation = Relation(Mask(), Order.LOWER, 0, tokens, tokens)
+    x = np.ones((1, 1, 1, length, DIM), np.float32)
+    v = np.ones((1, 1, length, DIM), np.float32)
+    v[:, :, 4:8] = np.nan
+    out = kernel.forward(jnp.asarray(x), jnp.asarray(x[:, :, 0]), jnp.asarray(v), relation, 1.0).out
+    assert np.isnan(out[..., 4:8, :]).all()
+    assert np.isfinite(np.delete(out, np.s_[4:8], axis=3)).all()
+
+
+def test_kernels_by_name():
+    assert get_kernel("auto") == get_kernel("xla") == XlaKernel()
+    mine = XlaKernel(q_tile=64)
+    assert get_kernel(mine) is mine
+    with pytest.raises(ValueError, match="unknown kernel 'magic'; the kernels are auto, xla"):
+        get_kernel("magic")

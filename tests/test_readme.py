@@ -1,0 +1,45 @@
+"""What the README shows works: its code runs, its files exist, its commands are those of this project."""
+
+import os
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from ringjax.config import load_config
+
+ROOT = pathlib.Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(marker: str) -> list[str]:
+    """Fenced blocks that follow the comment <!-- marker -->."""
+    return re.findall(rf"<!-- {re.escape(marker)} -->\n```\w*\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.mark.parametrize("code", blocks("run"))
+def test_code_runs_as_printed(code):
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(code.splitlines()) <= 20
+
+
+def test_there_are_the_two_commands_and_code():
+    assert len(blocks("run")) == 1
+    assert len(blocks("command: train")) == len(blocks("command: test")) == 1
+    assert blocks("command: train")[0].count("\n") == blocks("command: test")[0].count("\n") == 1
+
+
+@pytest.mark.parametrize("line", re.findall(r"train\.py (configs/.*)", README))
+def test_settings_of_printed_commands_are_legal(line):
+    path, *overrides = shlex.split(line.strip("`"))
+    load_config(ROOT / path, overrides)
+
+
+@pytest.mark.parametrize("path", re.findall(r"\]\(([^)#]+)\)", README))
+def test_links_lead_somewhere(path):
+    assert (ROOT / path).exists(), path
