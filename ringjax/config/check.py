@@ -45,8 +45,9 @@ def check_config(config: Config) -> list[Problem]:
 
     Example:
       >>> from ringjax.config import Config, ModelConfig, check_config
-      >>> print(*check_config(Config(model=ModelConfig(heads=4, kv_heads=3))))
-      model.heads: 4 is not a multiple of model.kv_heads = 3 (each ...; use model.heads = 3 or 6, or ... = 2
+      >>> problems = check_config(Config(model=ModelConfig(heads=4, kv_heads=3)))
+      >>> problems[0].keys
+      ('model.heads', 'model.kv_heads')
     """
     rules = (_model, _tensor, _embed, _batch, _sequence, _schedule, _source)
     return [problem for rule in rules for problem in rule(config)]

@@ -53,9 +53,13 @@ class Decoder(nnx.Module):
       rngs: source of the initial weights.
 
     Example:
-      >>> decoder = Decoder(ModelConfig(), 320, attention=AttentionConfig(), dtype=jnp.float32, remat="none",
-      ...                   rngs=nnx.Rngs(0))
-      >>> logits = decoder.logits(decoder.hidden(tokens, positions, segment_ids))
+      >>> config = ModelConfig(layers=1, dim=32, heads=2, kv_heads=1, head_dim=8, mlp_dim=48)
+      >>> decoder = Decoder(
+      ...     config, 64, attention=AttentionConfig(), dtype=jnp.float32, remat="none", rngs=nnx.Rngs(0)
+      ... )
+      >>> tokens = positions = jnp.arange(16)[None]
+      >>> decoder.logits(decoder.hidden(tokens, positions)).shape
+      (1, 16, 64)
     """
 
     def __init__(

@@ -25,7 +25,7 @@ def build_optimizer(config: OptimConfig, steps: int) -> tuple[optax.GradientTran
 
     Example:
       >>> optimizer, schedule = build_optimizer(OptimConfig(lr=1e-3, warmup_steps=10), steps=100)
-      >>> float(schedule(10))
+      >>> round(float(schedule(10)), 6)
       0.001
     """
     schedule = _schedule(config, steps)

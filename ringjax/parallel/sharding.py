@@ -48,8 +48,8 @@ def stored(dims: Dims) -> PartitionSpec:
       ValueError: a name is not in the table, or two dims would use one mesh axis.
 
     Example:
-      >>> stored(("layers", "embed", "mlp"))
-      PartitionSpec('stage', ('fsdp', 'seq'), 'tensor')
+      >>> tuple(stored(("layers", "embed", "mlp")))
+      ('stage', ('fsdp', 'seq'), 'tensor')
     """
     return _spec(dims, [_axes(dim).stored for dim in dims])
 
@@ -58,8 +58,8 @@ def used(dims: Dims) -> PartitionSpec:
     """The spec of a tensor in use: as `stored`, from the other column of the table.
 
     Example:
-      >>> used(("batch", "seq", "embed"))
-      PartitionSpec(('data', 'fsdp'), 'seq', None)
+      >>> tuple(used(("batch", "seq", "embed")))
+      (('data', 'fsdp'), 'seq', None)
     """
     return _spec(dims, [_axes(dim).used for dim in dims])
 
