@@ -2,7 +2,10 @@
 
 import sys
 
-from ringjax.cli import main
-
 if __name__ == "__main__":
-    sys.exit(main(["train", *sys.argv[1:]]))
+    try:
+        from ringjax.cli import main  # takes a second, in which Ctrl-C may come
+
+        sys.exit(main(["train", *sys.argv[1:]]))
+    except KeyboardInterrupt:
+        sys.exit(130)

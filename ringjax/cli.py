@@ -47,6 +47,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             print(error if isinstance(error, ConfigError) else f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:  # before a run listens for it, or the second one
+        if args.traceback:
+            traceback.print_exc()
+        print(
+            "stopped at once; the same command continues from the last checkpoint, if there is one", file=sys.stderr
+        )
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:

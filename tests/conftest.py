@@ -1,5 +1,9 @@
 """Every test runs on 8 virtual CPU devices in float32; nothing is skipped for want of hardware."""
 
+import os
+import shutil
+from pathlib import Path
+
 import jax
 import pytest
 
@@ -7,6 +11,27 @@ DEVICES = 8
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", DEVICES)
+
+# Most of the suite's time is compilation. Each program is compiled once, for this run, the next ones, and the
+# commands that tests start, which find the folder in their environment.
+PROGRAMS = Path(
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".cache" / "jax"))
+)
+SECONDS = os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+BYTES = 2**30
+
+jax.config.update("jax_compilation_cache_dir", str(PROGRAMS))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", float(SECONDS))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start afresh once programs of former versions of the code have piled up."""
+    if "PYTEST_XDIST_WORKER" not in os.environ and _size(PROGRAMS) > BYTES:
+        shutil.rmtree(PROGRAMS)
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -6,6 +6,7 @@ nothing is ever differentiated through a `shard_map`, which is what lets the ope
 """
 
 import math
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,8 +14,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ringjax.attention.kernels import BlockKernel, get_kernel
 from ringjax.attention.layout import Layout, get_layout
@@ -53,8 +55,8 @@ def ring_attention(
         lse_i = log sum_j exp(s_ij),    out_i = sum_j exp(s_ij - lse_i) v_j
 
     Each of the R devices of `seq_axis` holds L = S / R tokens. Queries stay; keys and values travel R - 1 hops
-    (Ring Attention, arXiv:2310.01889), and partial results are merged in float32. Differentiable in q, k, v; so is
-    the lse. Rows that see no key (padding) have out 0, lse -inf and gradient 0.
+    (Ring Attention, arXiv:2310.01889), and partial results are merged in float32. Differentiable in q, k, v, in
+    reverse mode; so is the lse. Rows that see no key (padding) have out 0, lse -inf and gradient 0.
 
     Args:
       q: queries, [B, S, H, D], in layout order; float32, bfloat16 or float16, like k and v.
@@ -67,11 +69,11 @@ def ring_attention(
       layout: which token sits in which slot: "contiguous" (natural order), "zigzag" or "striped"; see `get_layout`.
       mask: what may attend to what, by global position. Causal by default. Windows and prefixes are not supported
         yet.
-      segment_ids: [B, S] integers, in layout order: a token attends inside its own segment (packed documents);
-        negative = padding.
-      positions: [B, S] integers, in layout order: the positions the mask compares, instead of the layout's. Any
-        order is right; the layout's own is faster, since it knows what can be skipped.
-      scale: multiplies the scores. None = 1 / sqrt(D).
+      segment_ids: [B, S] integers that fit into int32, in layout order: a token attends inside its own segment
+        (packed documents); negative = padding.
+      positions: [B, S] integers that fit into int32, in layout order: the positions the mask compares, instead of
+        the layout's. Any order is right; the layout's own is faster, since it knows what can be skipped.
+      scale: a Python number that multiplies the scores. None = 1 / sqrt(D).
       softcap: not supported yet.
       sinks: not supported yet.
       strategy: "ring".
@@ -96,8 +98,8 @@ def ring_attention(
     mesh = _mesh(mesh)
     axes = _axes(mesh, seq_axis, batch_axes, head_axis)
     _check_arrays(q, k, v)
-    _check_tokens("segment_ids", segment_ids, q.shape)
-    _check_tokens("positions", positions, q.shape)
+    segment_ids = _tokens("segment_ids", segment_ids, q.shape)
+    positions = _tokens("positions", positions, q.shape)
     ring_layout = get_layout(layout)
     _check_cuts(mesh, axes, ring_layout, q.shape, k.shape[2])
     ring = Ring(
@@ -109,9 +111,9 @@ def ring_attention(
         kernel=get_kernel(kernel),
     )
     # A full mask compares no positions: they need not travel.
-    tokens = Tokens(*(None if x is None else jnp.asarray(x, jnp.int32) for x in (positions, segment_ids)))
-    tokens = tokens._replace(positions=None) if mask.is_full else tokens
-    out, lse = _compiled_attention(_Program(mesh, axes, ring), q, k, v, tokens)
+    tokens = Tokens(None if mask.is_full else positions, segment_ids)
+    program = _Program(mesh, axes, ring)
+    out, lse = _compiled_attention(program, *program.place(q, k, v, tokens))
     return (out, lse) if return_lse else out
 
 
@@ -137,6 +139,21 @@ class _Program:
         rows = PartitionSpec(self.axes.batch or None, self.axes.seq)
         heads = PartitionSpec(*rows, self.axes.head)
         return PartitionSpec(*heads, None), heads, jax.tree.map(lambda _: rows, tokens)
+
+    def place(self, q, k, v, tokens: Tokens) -> tuple[jax.Array, jax.Array, jax.Array, Tokens]:
+        """The inputs, moved to where they are needed if the mesh leaves that to the program (Explicit axes)."""
+        kinds = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
+        if AxisType.Explicit not in kinds.values():
+            return q, k, v, tokens
+
+        def move(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+            names = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
+            explicit = [tuple(name for name in some if kinds[name] is AxisType.Explicit) for some in names]
+            return jax.sharding.reshard(x, NamedSharding(self.mesh, PartitionSpec(*explicit)))
+
+        full, _, token_spec = self._specs(tokens)
+        q, k, v = (move(x, full) for x in (q, k, v))
+        return q, k, v, jax.tree.map(move, tokens, token_spec)
 
     def forward(self, q, k, v, tokens: Tokens):
         full, heads, token_spec = self._specs(tokens)
@@ -179,8 +196,8 @@ _compiled_attention = jax.jit(_attention, static_argnums=0)
 def _check_options(mask: Mask, scale: float | None, softcap: float | None, sinks, strategy: str) -> None:
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be a Mask, such as Mask(causal=True), got {mask!r}")
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"scale must be a finite number, got {scale}")
+    if scale is not None and not (isinstance(scale, numbers.Real) and math.isfinite(scale)):
+        raise ValueError(f"scale must be a finite number, known when the program is built (static); got {scale!r}")
     asked = {
         "mask.window": mask.window,
         "mask.prefix_length": mask.prefix_length,
@@ -222,6 +239,10 @@ def _axes(mesh, seq_axis: str, batch_axes: Sequence[str] | str | None, head_axis
 
 
 def _check_arrays(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+    if not all(isinstance(x, jax.Array | np.ndarray) for x in (q, k, v)):
+        raise ValueError(
+            f"q, k and v must be arrays; got {type(q).__name__}, {type(k).__name__}, {type(v).__name__}"
+        )
     shapes = f"got q {q.shape}, k {k.shape}, v {v.shape}"
     if not q.ndim == k.ndim == v.ndim == 4:
         raise ValueError(f"q must be [B, S, H, D], k [B, S, K, D] and v [B, S, K, Dv]; {shapes}")
@@ -242,12 +263,22 @@ def _check_arrays(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
         )
 
 
-def _check_tokens(name: str, x: jax.Array | None, q_shape: tuple[int, ...]) -> None:
+def _tokens(name: str, x: Any, q_shape: tuple[int, ...]) -> jax.Array | None:
+    """Segments or positions as int32, refused where int32 could change which of them are equal or come first."""
     if x is None:
-        return
-    x = jnp.asarray(x)
+        return None
+    x = x if isinstance(x, jax.Array) else np.asarray(x)
     if x.shape != q_shape[:2] or not jnp.issubdtype(x.dtype, jnp.integer):
         raise ValueError(f"{name} must be integers of shape [B, S] = {q_shape[:2]}; got {x.dtype} {x.shape}")
+    if not np.can_cast(x.dtype, np.int32):
+        limits = np.iinfo(np.int32)
+        if isinstance(x, jax.Array):
+            raise ValueError(
+                f"{name} must be int32 or narrower; got {x.dtype}: convert it where the values are known"
+            )
+        if x.min() < limits.min or x.max() > limits.max:
+            raise ValueError(f"{name} must fit into int32; got values from {x.min()} to {x.max()}: renumber them")
+    return jnp.asarray(x, jnp.int32)
 
 
 def _check_cuts(mesh, axes: _Axes, layout: Layout, q_shape: tuple[int, ...], kv_heads: int) -> None:

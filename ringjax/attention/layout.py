@@ -86,10 +86,12 @@ class Layout(ABC):
 
     def permute(self, x: Array, ring: int, axis: int = 1) -> Array:
         """Reorder dim `axis` of x, in natural order, into layout order."""
+        _check_dim(x, axis)
         return x.take(self.positions(x.shape[axis], ring), axis=axis)
 
     def unpermute(self, x: Array, ring: int, axis: int = 1) -> Array:
         """Reorder dim `axis` of x, in layout order, into natural order: the inverse of `permute`."""
+        _check_dim(x, axis)
         return x.take(np.argsort(self.positions(x.shape[axis], ring)), axis=axis)
 
 
@@ -125,6 +127,11 @@ class Striped(Layout):
 
     def stride(self, ring: int) -> int:
         return ring
+
+
+def _check_dim(x: Array, axis: int) -> None:
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"axis must be a dim of the array, and is {axis}; the array has shape {x.shape}")
 
 
 LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (Contiguous(), Zigzag(), Striped())}

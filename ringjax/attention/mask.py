@@ -12,8 +12,9 @@ class Mask:
 
     Attributes:
       causal: a token sees itself and what comes before it; False lets every token see every token.
-      window: a token sees itself and the `window - 1` tokens before it (|q - k| < window if not causal).
-      prefix_length: keys at positions below it are visible to every query.
+      window: a token sees itself and the `window - 1` tokens before it (|q - k| < window if not causal). Not
+        supported by `ring_attention` yet.
+      prefix_length: keys at positions below it are visible to every query. Not supported by `ring_attention` yet.
 
     Example:
       >>> from ringjax.attention import Mask

@@ -49,7 +49,7 @@ def check_config(config: Config) -> list[Problem]:
       >>> problems[0].keys
       ('model.heads', 'model.kv_heads')
     """
-    rules = (_model, _tensor, _embed, _batch, _sequence, _schedule, _source)
+    rules = (_model, _tensor, _embed, _batch, _sequence, _source)
     return [problem for rule in rules for problem in rule(config)]
 
 
@@ -91,16 +91,6 @@ def _sequence(config: Config) -> Iterator[Problem]:
     except ValueError as error:
         given = f"{config.data.seq_len} does not fit mesh.seq = {config.mesh.seq}"
         yield Problem(("data.seq_len", "mesh.seq", "attention.layout"), f"{given}: {error}")
-
-
-def _schedule(config: Config) -> Iterator[Problem]:
-    warmup, steps = config.optim.warmup_steps, config.train.steps
-    if warmup > steps:
-        yield Problem(
-            ("optim.warmup_steps", "train.steps"),
-            f"{warmup} is more than train.steps = {steps}, so the peak learning rate is never reached; "
-            f"use optim.warmup_steps <= {steps}, or train.steps >= {warmup}",
-        )
 
 
 def _source(config: Config) -> Iterator[Problem]:

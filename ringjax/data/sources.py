@@ -60,7 +60,8 @@ class Document:
         try:
             return self.path.read_bytes()
         except OSError as error:
-            raise DataError(f"cannot read {self.path}: {error.strerror}") from error
+            reason = "a link that leads nowhere" if self.path.is_symlink() else error.strerror
+            raise DataError(f"cannot read {self.path}: {reason}; remove it or put it right") from error
 
 
 def find_documents(config: DataConfig) -> list[Document]:

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ringjax.data.sources import DataError
-
 
 @dataclass(frozen=True)
 class TokenizedDocument:
@@ -34,7 +32,8 @@ def split_documents(
 ) -> tuple[list[TokenizedDocument], list[TokenizedDocument]]:
     """Divide documents into those to train on and those held out.
 
-    A document is held out if the hash of its name is below `eval_fraction`, whatever other documents there are.
+    A document is held out if the hash of its name is below `eval_fraction`, whatever other documents there are; but
+    each side has at least one.
     A corpus of one document is cut instead: the last `eval_fraction` of its tokens, rounded up, are held out, and
     both parts start with its start token.
 
@@ -44,22 +43,17 @@ def split_documents(
 
     Returns:
       The training documents and the held-out documents.
-
-    Raises:
-      DataError: every document falls on the same side.
     """
     if len(documents) == 1:
         return _cut(documents[0], eval_fraction)
     hashes = [name_hash(document.name, "eval") for document in documents]
     train = [document for document, value in zip(documents, hashes, strict=True) if value >= eval_fraction]
     held_out = [document for document, value in zip(documents, hashes, strict=True) if value < eval_fraction]
-    if not train or not held_out:
-        low, high = math.ceil(min(hashes) * 1e4) / 1e4, math.floor(max(hashes) * 1e4) / 1e4
-        raise DataError(
-            f"data.eval_fraction={eval_fraction:g} must leave documents on both sides, but it holds out "
-            f"{len(held_out)} of {len(documents)}; each document's side is decided by its name: for these use a "
-            f"fraction above {low:.4f} and below {high:.4f}, or add documents"
-        )
+    # Few documents may all fall on one side: the one nearest to the border then goes to the other.
+    if not held_out:
+        held_out = [train.pop(min(range(len(train)), key=lambda i: name_hash(train[i].name, "eval")))]
+    if not train:
+        train = [held_out.pop(max(range(len(held_out)), key=lambda i: name_hash(held_out[i].name, "eval")))]
     return train, held_out
 
 

@@ -1,5 +1,6 @@
 """Text from a model, one token after another."""
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -9,6 +10,8 @@ from flax import nnx
 
 from ringjax.attention import get_layout
 from ringjax.models import Decoder
+
+_PIECE = 16  # tokens between two looks at `stop`
 
 
 def generate(
@@ -20,6 +23,7 @@ def generate(
     num_ids: int,
     temperature: float = 0.8,
     seed: int = 0,
+    stop: Callable[[], bool] = lambda: False,
 ) -> np.ndarray:
     """Continue a prompt, on the mesh set with `jax.set_mesh`.
 
@@ -34,9 +38,10 @@ def generate(
       num_ids: ids 0 ... num_ids - 1 may be drawn: an embedding can have rows that stand for no text.
       temperature: divides the logits; 0 takes the likeliest token.
       seed: of the draws.
+      stop: asked every few tokens; when it says yes, the text ends there.
 
     Returns:
-      [count] int32, the new tokens.
+      [count] int32, the new tokens; less if stopped.
 
     Raises:
       ValueError: the prompt is empty, count is negative, or num_ids is beyond the model's vocabulary.
@@ -59,8 +64,11 @@ def generate(
     tokens_BS = np.broadcast_to(tokens[positions], (rows, length))
     definition, params = nnx.split(decoder)
     run = jax.jit(partial(_generate, definition, num_ids=num_ids, temperature=temperature))
-    tokens_BS = run(params, tokens_BS, positions, len(prompt), total, jax.random.key(seed))
-    return np.asarray(jax.device_get(tokens_BS))[0, np.argsort(positions)][len(prompt) : total]
+    end = len(prompt)
+    while end < total and not stop():
+        start, end = end, min(end + _PIECE, total)
+        tokens_BS = jax.device_get(run(params, tokens_BS, positions, start, end, jax.random.key(seed)))
+    return np.asarray(tokens_BS)[0, np.argsort(positions)][len(prompt) : end]
 
 
 def _generate(

@@ -80,8 +80,8 @@ def _devices(config: MeshConfig, platform: str) -> list[Any]:
         devices = jax.devices() if platform == "auto" else jax.devices(platform)
     except RuntimeError as error:
         raise MeshError(
-            f"run.platform={platform} needs a {platform.upper()}, and jax finds none ({error}); install jax for it "
-            f"(pip install 'ringjax[cuda13]' or 'ringjax[tpu]'), or set run.platform=cpu"
+            f"run.platform={platform} needs a {platform.upper()}, and jax finds none ({error}); install ringjax "
+            f"with the extra for it (cuda12, cuda13 or tpu), or set run.platform=cpu"
         ) from error
     if len(devices) >= needed:
         return devices

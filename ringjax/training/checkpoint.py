@@ -5,12 +5,15 @@ leaves a whole checkpoint or a partial folder, which nothing reads and the next 
 notice changed bits in its files; the manifest does, before anything is restored.
 """
 
+import functools
 import hashlib
 import json
 import logging
 import os
 import re
 import shutil
+import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -26,6 +29,7 @@ _FORMAT = 1
 _MANIFEST = "manifest.json"
 _ARRAYS = "arrays"
 _PARTIAL = ".partial"
+_DISCARD_TRIES, _DISCARD_PAUSE_S = 20, 0.05
 
 _log = logging.getLogger(__name__)
 
@@ -52,9 +56,15 @@ class Checkpoints:
       keep: newest checkpoints that are kept; older ones are deleted after a save has succeeded.
 
     Example:
-      >>> with Checkpoints(Path("runs/a/checkpoints"), keep=2) as checkpoints:
+      >>> import tempfile
+      >>> state = {"w": jax.numpy.arange(4.0)}
+      >>> with tempfile.TemporaryDirectory() as folder, Checkpoints(Path(folder), keep=2) as checkpoints:
       ...     checkpoints.save(100, state)
-      ...     step, state = checkpoints.restore(abstract_state)
+      ...     step, restored = checkpoints.restore(
+      ...         jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+      ...     )
+      >>> step
+      100
     """
 
     def __init__(self, folder: Path, keep: int):
@@ -64,8 +74,10 @@ class Checkpoints:
         self._current: int | None = None  # the step that this object last saved or restored
         self._damaged: set[int] = set()
         self._pending: Future[None] | None = None
+        self._failed: Path | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        logging.getLogger("absl").addFilter(_drop_orbax_traceback)
+        logging.getLogger("absl").addFilter(_not_orbax)
+        _quiet_failed_saves()
         # Folders are made in the foreground: if that fails in the background, Orbax's threads wait for minutes.
         self._orbax = ocp.StandardCheckpointer(
             async_options=ocp.AsyncOptions(create_directories_asynchronously=False)
@@ -161,7 +173,9 @@ class Checkpoints:
         finally:
             self._thread.shutdown()
             self._orbax.close()
-            logging.getLogger("absl").removeFilter(_drop_orbax_traceback)
+            if self._failed is not None:  # a late write makes its folder again
+                _discard(self._failed)
+            logging.getLogger("absl").removeFilter(_not_orbax)
 
     def _finish(self, step: int, partial: Path, needed: int, described: dict[str, list]) -> None:
         """In the background: vouch for the files Orbax has written, give them their name, drop old steps."""
@@ -208,7 +222,8 @@ class Checkpoints:
         try:
             yield
         except Exception as error:
-            shutil.rmtree(partial, ignore_errors=True)
+            _discard(partial)
+            self._failed = partial
             reason = _system_reason(error)
             if reason is None:
                 raise
@@ -321,6 +336,15 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(condemned, ignore_errors=True)
 
 
+def _discard(partial: Path) -> None:
+    """Delete what a failed save has written, while its last writes may still be under way."""
+    for _ in range(_DISCARD_TRIES):
+        shutil.rmtree(partial, ignore_errors=True)
+        if not partial.exists():
+            return
+        time.sleep(_DISCARD_PAUSE_S)
+
+
 def _sync(folder: Path) -> None:
     """Flush the names in a folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -339,6 +363,25 @@ def _system_reason(error: Exception) -> str | None:
     return os.strerror(int(code[1])) if code else None
 
 
-def _drop_orbax_traceback(record: logging.LogRecord) -> bool:
+@functools.cache
+def _quiet_failed_saves() -> None:
+    """Once and for good: what is left of a failed save complains whenever it is noticed, even after `close`."""
+    logging.getLogger("asyncio").addFilter(_not_tensorstore)
+    previous = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        # Tensorstore tells Orbax of its other writes, on an event loop that Orbax has closed.
+        if unraisable.object is not None or str(unraisable.exc_value) != "Event loop is closed":
+            previous(unraisable)
+
+    sys.unraisablehook = hook
+
+
+def _not_tensorstore(record: logging.LogRecord) -> bool:
+    """Filter: of a failed save's many writes Orbax raises the first error; asyncio logs the others."""
+    return not (record.exc_info and "os_error_code=" in str(record.exc_info[1]))
+
+
+def _not_orbax(record: logging.LogRecord) -> bool:
     """Filter: Orbax prints, for each of its threads, an exception that it then raises to us as well."""
     return not (record.exc_info and "orbax" in record.pathname)

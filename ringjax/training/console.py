@@ -1,6 +1,7 @@
 """What a person sees: a table at the start, then one live bar on a terminal and plain lines elsewhere."""
 
 import math
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,7 +30,7 @@ class StepReport:
       data_wait_s: seconds of a step spent waiting for data.
       mfu: model FLOPs over peak FLOPs, 0 to 1; None where the peak is unknown.
       memory: bytes in use on the fullest device; None where unknown.
-      eta_s: seconds until the last step; None while unknown.
+      eta_s: seconds until the last step; None while unknown, 0 at the last.
     """
 
     loss: float
@@ -51,7 +52,7 @@ class StepReport:
         return "  ".join([*self._eta(), *self._figures()])
 
     def _eta(self) -> list[str]:
-        return [] if self.eta_s is None else [f"eta {format_seconds(self.eta_s)}"]
+        return [] if not self.eta_s else [f"eta {format_seconds(self.eta_s)}"]
 
     def _figures(self) -> list[str]:
         parts = [
@@ -76,15 +77,18 @@ class Console:
       file: where to; None = standard output.
 
     Example:
-      >>> console = Console()
+      >>> console = Console(sys.stdout)
       >>> console.table([("model", "4 layers"), ("mesh", "seq 4")])
-      >>> with console.progress(total=200, start=0) as progress:
-      ...     progress.report(10, report)
-      ...     console.evaluation(10, 2.81, unit="nats/byte")
+      model  4 layers
+      mesh   seq 4
+      >>> console.evaluation(10, 2.81, unit="nats/byte")
+      eval step 10  loss 2.810 nats/byte
     """
 
     def __init__(self, file: TextIO | None = None):
-        self._file = sys.stdout if file is None else file
+        file = sys.stdout if file is None else file
+        # A process started without a standard output has None there.
+        self._file: TextIO = open(os.devnull, "w", encoding="utf-8") if file is None else file  # noqa: SIM115
         self._rich: rich.console.Console | None = None
         if self._file.isatty():
             terminal = rich.console.Console(file=self._file, highlight=False, markup=False, emoji=False)
@@ -107,8 +111,15 @@ class Console:
         """Print text, above the bar if there is one."""
         if self._rich is not None:
             self._rich.print(Text(text))
-        else:
+            return
+        try:
             print(text, file=self._file, flush=True)
+        except BrokenPipeError:
+            # Nobody reads any more (`| head`): that is no reason to stop training. What is buffered goes nowhere
+            # too, or Python would complain of it at exit.
+            silence = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(silence, self._file.fileno())
+            os.close(silence)
 
     def evaluation(self, step: int, loss: float, unit: str) -> None:
         """Print a held-out loss, such as `eval step 50  loss 2.810 nats/byte`."""
@@ -188,6 +199,11 @@ def _fixed(width: int) -> Column:
 def format_count(count: float) -> str:
     """A count in three digits: 950, 12.3k, 1.23M, 7B, 2.5T."""
     return _scaled(count, ["", "k", "M", "B", "T"])
+
+
+def plural(count: int, noun: str) -> str:
+    """A count with its noun: 1 layer, 2 layers."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def format_bytes(count: float) -> str:

@@ -24,8 +24,9 @@ class StopSignals:
     Example:
       >>> with StopSignals() as stop:
       ...     while not stop.requested:
-      ...         train_one_step()
-      >>> sys.exit(stop.exit_status)
+      ...         os.kill(os.getpid(), signal.SIGTERM)  # where a program would do its next piece of work
+      >>> stop.exit_status
+      75
     """
 
     def __init__(self):

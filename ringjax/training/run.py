@@ -2,7 +2,7 @@
 
 from ringjax.config import Config
 from ringjax.models import count_parameters
-from ringjax.training.console import Console, format_count
+from ringjax.training.console import Console, format_count, plural
 from ringjax.training.faults import StopSignals
 from ringjax.training.trainer import Trainer
 
@@ -27,13 +27,13 @@ def run(config: Config) -> int:
         _train(trainer, console, stop)
         folder = trainer.folder
         if stop.requested and trainer.done < config.train.steps:
-            console.line(
-                f"stopped by {stop.requested} after step {trainer.done} of {config.train.steps}, saved in "
-                f"{folder.path}; the same command continues"
-            )
+            done, steps = trainer.done, config.train.steps
+            where = f"after step {done} of {steps}, saved in {folder.path}" if done else "before the first step"
+            console.line(f"stopped by {stop.requested} {where}; the same command continues")
             return stop.exit_status
         if count := config.train.sample_tokens:
-            console.line(f"\na sample of {count} tokens:\n{trainer.sample(count)}\n")
+            console.line(f"\na sample of {count} tokens:")
+            console.line(trainer.sample(count, stop) + "\n")
         console.line(f"metrics      {folder.metrics}")
         console.line(f"tensorboard  {folder.tensorboard}  (tensorboard --logdir {folder.tensorboard})")
         console.line(f"checkpoints  {folder.checkpoints}")
@@ -67,7 +67,8 @@ def _summary(trainer: Trainer) -> list[tuple[str, str]]:
     return [
         (
             "model",
-            f"{model.layers} layers, dim {model.dim}, {model.heads} heads over {model.kv_heads} key/value heads",
+            f"{plural(model.layers, 'layer')}, dim {model.dim}, {plural(model.heads, 'head')} over "
+            f"{plural(model.kv_heads, 'key/value head')}",
         ),
         ("parameters", f"{format_count(parameters)}, {config.train.precision} computation"),
         ("mesh", f"{axes} ({trainer.mesh.devices.flat[0].device_kind})"),
@@ -77,12 +78,13 @@ def _summary(trainer: Trainer) -> list[tuple[str, str]]:
         ),
         (
             "batch",
-            f"{config.data.batch} sequences, {format_count(config.data.batch * config.data.seq_len)} tokens a step",
+            f"{plural(config.data.batch, 'sequence')}, "
+            f"{format_count(config.data.batch * config.data.seq_len)} tokens a step",
         ),
         ("data", f"{config.data.source}: {_size(data.train)} to train on, {_size(data.eval)} held out"),
-        ("run", f"steps {trainer.start} to {config.train.steps} in {trainer.folder.path}"),
+        ("run", f"{trainer.start} of {plural(config.train.steps, 'step')} done, in {trainer.folder.path}"),
     ]
 
 
 def _size(split) -> str:
-    return f"{format_count(split.num_tokens)} tokens in {split.num_documents} documents"
+    return f"{format_count(split.num_tokens)} tokens in {plural(split.num_documents, 'document')}"

@@ -81,7 +81,10 @@ class RunFolder:
         Raises:
           RunFolderError: they differ (each key is listed, old and new), or config.yaml cannot be read or written.
         """
-        if self.config.exists() and finished_steps(self.checkpoints):
+        for folder in (self.checkpoints, self.tensorboard):
+            if folder.exists() and not folder.is_dir():
+                raise RunFolderError(f"{folder} must be a folder, and is a file. Remove it or use another run.dir")
+        if finished_steps(self.checkpoints):
             self._refuse_changes(config)
         partial = self.config.with_suffix(".partial")
         try:
@@ -95,6 +98,11 @@ class RunFolder:
             _refuse(self.path, error)
 
     def _refuse_changes(self, config: Config) -> None:
+        if not self.config.exists():
+            raise RunFolderError(
+                f"{self.path} holds checkpoints, but {self.config.name} with the settings they were made with is "
+                "gone, so that a change of settings could not be seen. Put the file back, or use another run.dir"
+            )
         try:
             earlier = load_config(self.config)
         except ConfigError as error:

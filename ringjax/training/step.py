@@ -74,7 +74,7 @@ def make_train_step(
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         metrics = {
             "loss": loss / count,
-            "grad_norm": optax.global_norm(grads),
+            "grad_norm": optax.tree.norm(grads),
             "lr": jnp.asarray(schedule(state.step), jnp.float32),
             "weight": weight,
         }

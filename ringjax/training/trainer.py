@@ -70,6 +70,7 @@ class Trainer:
       state: parameters, optimizer state and steps done.
       start: steps that were done when the trainer was entered.
       done: steps that are done now.
+      train_step: the compiled program of a step; None until the first one.
       notes: lines worth telling a person.
 
     Raises:
@@ -77,9 +78,18 @@ class Trainer:
       UserError: what the run needs is not there: corpus, devices, run folder, a whole checkpoint.
 
     Example:
-      >>> with Trainer(load_config("configs/quickstart.yaml")) as trainer:
-      ...     for result in trainer.steps():
-      ...         print(result.step, result.loss)
+      >>> from ringjax.config import DataConfig, MeshConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+      >>> config = Config(
+      ...     run=RunConfig(dir="runs/example"),
+      ...     mesh=MeshConfig(seq=2),
+      ...     model=ModelConfig(layers=1, dim=32, heads=2, kv_heads=1, head_dim=16, mlp_dim=64),
+      ...     data=DataConfig(seq_len=64, batch=1, eval_batches=1),
+      ...     optim=OptimConfig(warmup_steps=1),
+      ...     train=TrainConfig(steps=2),
+      ... )
+      >>> with Trainer(config) as trainer:
+      ...     [result.step for result in trainer.steps()]
+      [1, 2]
     """
 
     def __init__(self, config: Config):
@@ -116,14 +126,18 @@ class Trainer:
         """
         train, late = self.config.train, None
         with closing(self.data.train.batches(self.done)) as batches:
-            while self.done < train.steps:
+            while self.done < train.steps and not _stops(stop):
+                if late is not None and all(x.is_ready() for x in late[1].values()):
+                    # Where a call returns only when its work is done, its time is over before the next one begins.
+                    yield self._finish(*late)
+                    late = None
                 with self._meter.waiting():
                     batch = self._put(next(batches))
-                if self._train_step is None:
-                    self._train_step = self._compile(batch)
-                if stop is not None and stop.requested:
-                    break
-                self.state, metrics = self._train_step(self.state, batch)
+                if self.train_step is None:
+                    self.train_step = self._compile(batch)
+                    if _stops(stop):  # compilation can take minutes
+                        break
+                self.state, metrics = self.train_step(self.state, batch)
                 self.done += 1
                 if late is not None:
                     yield self._finish(*late)
@@ -145,8 +159,8 @@ class Trainer:
         loss, weight = np.sum(jax.device_get(sums), axis=0)
         return float(loss / weight)
 
-    def sample(self, count: int) -> str:
-        """Text of `count` tokens that the model writes at the start of a document."""
+    def sample(self, count: int, stop: StopSignals | None = None) -> str:
+        """Text of `count` tokens that the model writes at the start of a document; less if `stop` asks for it."""
         tokenizer = self.data.tokenizer
         tokens = generate(
             nnx.merge(self._definition, self.state.params),
@@ -155,6 +169,7 @@ class Trainer:
             layout=self.config.attention.layout,
             num_ids=tokenizer.bos_id,
             seed=self.config.run.seed,
+            stop=lambda: _stops(stop),
         )
         return tokenizer.decode(tokens)
 
@@ -175,6 +190,11 @@ class Trainer:
         self.folder.adopt(config)
         self._checkpoints = self._resources.enter_context(Checkpoints(self.folder.checkpoints, config.train.keep))
         self._build()
+        if config.optim.warmup_steps > config.train.steps:
+            self.notes.append(
+                f"optim.warmup_steps={config.optim.warmup_steps} is more than train.steps={config.train.steps}: "
+                "the learning rate does not reach optim.lr"
+            )
         self.done = self.start
         self._log = self._resources.enter_context(
             MetricsLog(self.folder.metrics, self.folder.tensorboard, resume_step=self.start)
@@ -191,7 +211,7 @@ class Trainer:
         step = make_train_step(definition, optimizer, schedule, config.optim.accumulate)
         # The new state lies as the old one did, and takes its place in memory.
         self._jitted_step = jax.jit(step, donate_argnums=0, out_shardings=(self._shardings, None))
-        self._train_step: jax.stages.Compiled | None = None
+        self.train_step: jax.stages.Compiled | None = None
         self._eval_step = jax.jit(partial(loss_sum, definition))
         if self._checkpoints.steps():
             self.start, self.state = self._checkpoints.restore(abstract)
@@ -219,6 +239,7 @@ class Trainer:
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         self._meter.step()
         if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
+            self._checkpoints.wait()  # the message names the last one
             raise DivergedError(
                 f"step {step}: loss is {values['loss']} and gradient norm {values['grad_norm']}; both must be "
                 f"finite. The last checkpoint is that of step {max(self._checkpoints.steps(), default=0)}; lower "
@@ -240,7 +261,7 @@ class Trainer:
 
     def _report(self, step: int, values: dict[str, float]) -> StepReport:
         """The figures since the last report, written to the metrics log."""
-        assert self._train_step is not None
+        assert self.train_step is not None
         pace = self._meter.take()
         tokens = self.config.data.batch * self.config.data.seq_len
         report = StepReport(
@@ -251,7 +272,7 @@ class Trainer:
             tokens_per_s_device=tokens / pace.step_s / self.mesh.size,
             step_s=pace.step_s,
             data_wait_s=pace.data_wait_s,
-            memory=device_memory(self._train_step),
+            memory=device_memory(self.train_step),
             eta_s=pace.step_s * (self.config.train.steps - step),
         )
         self._log.train(
@@ -266,6 +287,10 @@ class Trainer:
             memory=report.memory,
         )
         return report
+
+
+def _stops(stop: StopSignals | None) -> bool:
+    return stop is not None and stop.requested is not None
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -26,7 +26,7 @@ def test_defaults_are_possible():
         {"mesh__tensor": 3, "model__heads": 6, "model__kv_heads": 3, "model__mlp_dim": 9, "model__vocab_size": 258},
         {"mesh__data": 2, "optim__accumulate": 3, "data__batch": 12},
         {"mesh__seq": 5, "model__dim": 320, "data__seq_len": 1000},
-        {"optim__warmup_steps": 30, "train__steps": 30},
+        {"optim__warmup_steps": 31, "train__steps": 30},  # a shortened run: a note says what that means
         {"data__source": "text", "data__path": "books", "data__pattern": "*.md"},
     ],
 )
@@ -84,12 +84,6 @@ def test_possible_combinations(values):
             ("data.seq_len", "mesh.seq", "attention.layout"),
             "4092 does not fit mesh.seq = 4: layout 'zigzag' on a ring of 4 needs a sequence length that is a "
             "multiple of 8, got 4092; use 4088 or 4096, or pad the sequence to it",
-        ),
-        (
-            {"optim__warmup_steps": 31, "train__steps": 30},
-            ("optim.warmup_steps", "train.steps"),
-            "31 is more than train.steps = 30, so the peak learning rate is never reached; "
-            "use optim.warmup_steps <= 30, or train.steps >= 31",
         ),
         (
             {"data__source": "text"},

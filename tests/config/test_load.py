@@ -314,7 +314,7 @@ COMBINED = {
     *(f"mesh.{axis}" for axis in ("stage", "data", "fsdp", "seq", "tensor")),
     *(f"model.{name}" for name in ("dim", "heads", "kv_heads", "head_dim", "mlp_dim")),
     *("data.batch", "data.seq_len", "data.source", "data.path", "data.pattern"),
-    *("optim.warmup_steps", "optim.accumulate", "train.steps"),
+    "optim.accumulate",
 }
 
 

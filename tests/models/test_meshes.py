@@ -6,11 +6,10 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from hlo import shapes
-from jax.sharding import NamedSharding
+from hlo import shapes, weights_in_use
 
 from ringjax.config import MeshConfig
-from ringjax.parallel import activation_sharding, make_mesh, state_shardings, used
+from ringjax.parallel import activation_sharding, make_mesh, state_shardings
 
 RING = {"seq": 4}  # in a ring of 2, XLA merges the hop of a replayed lap with the same hop of the backward lap
 MESHES = [{"data": 2}, {"fsdp": 2}, RING, {"tensor": 2}, {"fsdp": 2, "seq": 2, "tensor": 2}]
@@ -59,17 +58,6 @@ def test_loss_and_gradients_equal_one_device(tiny, alone, on_ring, sizes):
     assert bool(shapes(compiled, "collective-permute")) == (sizes.get("seq", 1) > 1)
     assert not shapes(compiled, "all-to-all")
     assert set(shapes(compiled, "all-gather")) <= weights_in_use(params)
-
-
-def weights_in_use(params) -> set[tuple[int, ...]]:
-    """Shapes of one layer's weights as a device uses them."""
-    found = set()
-    for param in jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)):
-        value, dims = param[...], param.get_metadata("dims")
-        stacked = dims[0] == "layers"
-        spec = used(dims[stacked:])
-        found.add(NamedSharding(value.sharding.mesh, spec).shard_shape(value.shape[stacked:]))
-    return found
 
 
 def test_recomputing_a_block_does_not_replay_the_ring(tiny, on_ring):
