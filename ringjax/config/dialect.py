@@ -41,6 +41,13 @@ class _Dumper(yaml.SafeDumper):
     """SafeDumper that also quotes the text which `_Loader` would take for a number."""
 
 
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    # Without escapes, YAML reads the rarer line breaks (U+0085, U+2028, ...) as blanks.
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
+
+
+_Dumper.add_representer(str, _text)
+
 for _tag, _pattern in (("tag:yaml.org,2002:int", _INTEGER), ("tag:yaml.org,2002:float", _NUMBER)):
     _Loader.add_implicit_resolver(_tag, _pattern, list("-+.0123456789"))
     _Dumper.add_implicit_resolver(_tag, _pattern, list("-+.0123456789"))

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from ringjax.attention import Mask, ring_attention
@@ -52,7 +53,12 @@ CASES = {
     "segment shape": (arrays(), {"segment_ids": TOKENS[:, :8]}, r"segment_ids must be integers of shape.*\(2, 8\)"),
     "segment type": (arrays(), {"segment_ids": TOKENS * 1.0}, "segment_ids must be integers.*float32"),
     "position shape": (arrays(), {"positions": TOKENS[0]}, r"positions must be integers of shape.*\(16,\)"),
-    "scale": (arrays(), {"scale": float("nan")}, "scale must be a finite number, got nan"),
+    "scale": (arrays(), {"scale": float("nan")}, "scale must be a finite number.*got nan"),
+    "scale type": (arrays(), {"scale": "half"}, "scale must be a finite number.*got 'half'"),
+    "no array": ([[1.0], None, 2], {}, "q, k and v must be arrays; got list, NoneType, int"),
+    "wide segments": (arrays(), {"segment_ids": np.full((2, 16), 2**32)}, "must fit into int32.*4294967296"),
+    "wide positions": (arrays(), {"positions": np.full((2, 16), -(2**31) - 1)}, "positions must fit into int32"),
+    "unsigned": (arrays(), {"segment_ids": TOKENS.astype(jnp.uint32)}, "must be int32 or narrower; got uint32"),
     "mask": (arrays(), {"mask": "causal"}, "mask must be a Mask, such as Mask\\(causal=True\\), got 'causal'"),
 }
 
@@ -66,6 +72,11 @@ def test_is_refused(mesh_of, inputs, options, message):
 def test_without_any_mesh():
     with pytest.raises(ValueError, match=r"needs a mesh: pass mesh=\.\.\., or set one with jax.set_mesh"):
         ring_attention(*arrays())
+
+
+def test_a_scale_that_is_traced(mesh_of):
+    with pytest.raises(ValueError, match="static"):
+        jax.jit(lambda scale: ring_attention(*arrays(), mesh=mesh_of(4), scale=scale))(0.5)
 
 
 def test_is_refused_while_tracing_too(mesh_of):

@@ -63,6 +63,11 @@ def test_an_uneven_cut_is_refused_with_lengths_that_work(name, length, ring):
         layout.positions(length, ring)
 
 
+def test_a_dim_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match=r"axis must be a dim of the array, and is 1; the array has shape \(16,\)"):
+        get_layout("zigzag").permute(np.ones(16), ring=4)
+
+
 def test_unknown_names_and_empty_rings_are_refused():
     with pytest.raises(ValueError, match="unknown layout 'spiral'; the layouts are contiguous, zigzag, striped"):
         get_layout("spiral")

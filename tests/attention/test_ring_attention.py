@@ -151,6 +151,34 @@ def test_axes_of_ones_own_names(problem, mesh_of):
     check(problem(), 4, "zigzag", mesh=mesh, seq_axis="ring", batch_axes="rows", head_axis=None)
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_meshes_with_explicit_axes(problem, sharded):
+    case = problem(packed=True)
+    mesh = jax.make_mesh((4,), ("seq",), (jax.sharding.AxisType.Explicit,), devices=jax.devices()[:4])
+    q, k, v = (jnp.asarray(x) for x in case.inputs[:3])
+    if sharded:
+        spec = jax.sharding.PartitionSpec(None, "seq")
+        q, k, v = (jax.device_put(x, jax.sharding.NamedSharding(mesh, spec)) for x in (q, k, v))
+    attend = jax.jit(lambda *x: ring_attention(*x, mesh=mesh, segment_ids=case.segments, kernel=SMALL))
+    np.testing.assert_allclose(attend(q, k, v), case.answer["out"], rtol=1e-5, atol=1e-6)
+    dq = jax.jit(jax.grad(lambda q, k, v: (attend(q, k, v) * case.inputs[3]).sum()))(q, k, v)
+    auto = ring_attention_gradient(case)
+    np.testing.assert_allclose(dq, auto, rtol=1e-5, atol=1e-6)
+
+
+def ring_attention_gradient(case):
+    """dq of the same on a mesh of Auto axes, without a cotangent of the lse."""
+    silent = type(case)(packed=case.packed)
+    object.__setattr__(silent, "inputs", (*case.inputs[:4], np.zeros_like(case.inputs[4])))
+    return silent.run(4, "contiguous", SMALL)["dq"]
+
+
+def test_segment_ids_of_numpys_own_type(problem):
+    case = problem(packed=True)
+    object.__setattr__(case, "segments", case.segments.astype(np.int64))
+    check(case, 4, "zigzag")
+
+
 def test_runs_on_the_current_mesh_inside_jit_scan_and_vmap(problem, mesh_of):
     case = problem(packed=True)
     layout = get_layout("zigzag")

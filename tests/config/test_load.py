@@ -332,6 +332,8 @@ def test_what_is_written_reads_back_equal(tmp_path_factory, values):
 
 
 @hypothesis.settings(deadline=None)
+@hypothesis.example("\x85")
+@hypothesis.example("a\u2028b\n c ")
 @hypothesis.given(st.text(min_size=1) | st.from_regex(r"[-+.0-9eE_:xob]+", fullmatch=True))
 def test_any_text_reads_back_as_text(tmp_path_factory, text):
     config = Config().model_copy(update={"run": Config().run.model_copy(update={"dir": text})})

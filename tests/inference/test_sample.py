@@ -1,5 +1,7 @@
 """Sampling: the likeliest next token, one after another, whatever the mesh and the layout."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,7 @@ from ringjax.parallel import make_mesh, state_shardings
 
 VOCAB = 64
 PROMPT = np.array([3, 1, 4, 1, 5], np.int32)
-COUNT = 14  # 19 tokens in all: no ring divides them
+COUNT = 20  # 25 tokens in all: no ring divides them
 CONFIG = ModelConfig(layers=2, dim=32, heads=4, kv_heads=2, head_dim=8, mlp_dim=48, tied_embeddings=False)
 
 
@@ -35,7 +37,7 @@ def sample():
     def run(sizes: dict[str, int], layout: str = "zigzag", **options) -> np.ndarray:
         mesh = make_mesh(MeshConfig.model_validate(sizes))
         definition, abstract = nnx.split(nnx.eval_shape(lambda: build(layout)))
-        settings = {"temperature": 0, "num_ids": VOCAB} | options
+        settings: dict[str, Any] = {"temperature": 0, "num_ids": VOCAB} | options
         with jax.set_mesh(mesh):
             decoder = nnx.merge(definition, jax.device_put(params, state_shardings(abstract, mesh)))
             return generate(decoder, PROMPT, COUNT, layout=layout, **settings)
@@ -57,7 +59,7 @@ def greedy() -> np.ndarray:
     tokens = list(PROMPT)
     for _ in range(COUNT):
         # Padding is behind what counts, and never the same as what `generate` has there.
-        padded = np.full((1, 24), VOCAB - 1, np.int32)
+        padded = np.full((1, 32), VOCAB - 1, np.int32)
         padded[0, : len(tokens)] = tokens
         tokens.append(int(np.argmax(logits(params, padded)[0, len(tokens) - 1])))
     return np.array(tokens[len(PROMPT) :])
@@ -92,6 +94,13 @@ def test_draws_depend_on_the_seed_and_on_nothing_else(sample):
     np.testing.assert_array_equal(sample({"seq": 4}, temperature=1.0, seed=1), first)
     np.testing.assert_array_equal(sample({}, temperature=1.0, seed=1), first)
     assert not np.array_equal(sample({"seq": 4}, temperature=1.0, seed=2), first)
+
+
+def test_the_text_ends_when_asked_to(sample, greedy):
+    answers = iter([False, True])
+    short = sample({"seq": 4}, stop=lambda: next(answers))
+    assert 0 < len(short) < COUNT
+    np.testing.assert_array_equal(short, greedy[: len(short)])
 
 
 def test_nothing_to_add_is_nothing():

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from ringjax.training.console import Console, StepReport, format_bytes, format_count, format_seconds
+from ringjax.training.console import Console, StepReport, format_bytes, format_count, format_seconds, plural
 
 REPORT = StepReport(
     loss=3.1234,
@@ -124,3 +124,21 @@ def test_a_dumb_terminal_gets_plain_lines(monkeypatch):
     text = on_terminal(monkeypatch, "dumb")
     assert "\x1b" not in text
     assert "step 20/200  loss 3.123" in text
+
+
+def test_a_reader_that_went_away_does_not_stop_the_run():
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as file:
+        console = Console(file)
+        for _ in range(3):
+            console.line("nobody reads this")
+
+
+def test_without_a_standard_output(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    Console().table([("model", "4 layers")])
+
+
+def test_plurals():
+    assert [plural(count, "layer") for count in (0, 1, 2)] == ["0 layers", "1 layer", "2 layers"]

@@ -132,3 +132,17 @@ def test_two_processes_cannot_hold_one_folder(tmp_path):
         assert f"in use by another process (id {os.getpid()})" in ran.stderr
     assert subprocess.run(other).returncode == 0
     RunFolder(tmp_path / "run").close()
+
+
+def test_checkpoints_without_their_settings_are_refused(used, base):
+    (used / "config.yaml").unlink()
+    with RunFolder(used) as folder, pytest.raises(RunFolderError, match=r"config\.yaml .* is gone"):
+        folder.adopt(base)
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "tensorboard"])
+def test_a_file_in_place_of_a_folder_inside_is_found_before_training(tmp_path, base, name):
+    with RunFolder(tmp_path / "run") as folder:
+        (folder.path / name).write_text("in the way")
+        with pytest.raises(RunFolderError, match=f"{name} must be a folder"):
+            folder.adopt(base)
