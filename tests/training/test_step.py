@@ -16,7 +16,8 @@ from ringjax.training.step import loss_sum, make_train_step
 BATCH, SEQ, VOCAB = 4, 32, 64
 CONFIG = Config(
     model=ModelConfig(layers=1, dim=16, heads=2, kv_heads=1, head_dim=8, mlp_dim=24, loss_chunk=20),
-    optim=OptimConfig(lr=0.01, warmup_steps=2, clip_norm=0.5),
+    # With its usual eps, AdamW magnifies the rounding of gradients near 0.
+    optim=OptimConfig(lr=0.01, warmup_steps=2, clip_norm=0.5, eps=0.01),
     train=TrainConfig(steps=10, remat="none"),
 )
 
@@ -63,8 +64,7 @@ def test_parts_change_nothing(model, steps, parts, padded_rows):
         got, metrics = steps[parts](got, batch)
         chex.assert_trees_all_close(metrics, expected, rtol=1e-6)
     chex.assert_tree_all_finite(got)
-    # AdamW divides by the root of the second moment, which magnifies the rounding of gradients near 0.
-    chex.assert_trees_all_close(got.params, want.params, rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(got.params, want.params, rtol=1e-6, atol=1e-6)
 
 
 def test_loss_and_gradient_are_sums_over_the_weight_of_the_whole_batch(model, steps):
