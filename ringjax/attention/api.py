@@ -10,7 +10,7 @@ import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from ringjax.attention.ring import Ring
 
 STANDARD_BATCH_AXES = ("data", "fsdp")
 STANDARD_HEAD_AXIS = "tensor"
+T = TypeVar("T")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -112,8 +113,7 @@ def ring_attention(
     )
     # A full mask compares no positions: they need not travel.
     tokens = Tokens(None if mask.is_full else positions, segment_ids)
-    program = _Program(mesh, axes, ring)
-    out, lse = _compiled_attention(program, *program.place(q, k, v, tokens))
+    out, lse = _compiled_attention(_Program(mesh, axes, ring), q, k, v, tokens)
     return (out, lse) if return_lse else out
 
 
@@ -140,35 +140,30 @@ class _Program:
         heads = PartitionSpec(*rows, self.axes.head)
         return PartitionSpec(*heads, None), heads, jax.tree.map(lambda _: rows, tokens)
 
-    def place(self, q, k, v, tokens: Tokens) -> tuple[jax.Array, jax.Array, jax.Array, Tokens]:
-        """The inputs, moved to where they are needed if the mesh leaves that to the program (Explicit axes)."""
+    def place(self, arrays: T, specs: Any) -> T:
+        """Arrays, moved to where they are needed if the mesh leaves that to the program (Explicit axes)."""
         kinds = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
         if AxisType.Explicit not in kinds.values():
-            return q, k, v, tokens
+            return arrays
 
         def move(x: jax.Array, spec: PartitionSpec) -> jax.Array:
             names = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
             explicit = [tuple(name for name in some if kinds[name] is AxisType.Explicit) for some in names]
             return jax.sharding.reshard(x, NamedSharding(self.mesh, PartitionSpec(*explicit)))
 
-        full, _, token_spec = self._specs(tokens)
-        q, k, v = (move(x, full) for x in (q, k, v))
-        return q, k, v, jax.tree.map(move, tokens, token_spec)
+        return jax.tree.map(move, arrays, specs)
 
     def forward(self, q, k, v, tokens: Tokens):
         full, heads, token_spec = self._specs(tokens)
-        return jax.shard_map(
-            self.ring.forward, mesh=self.mesh, in_specs=(full, full, full, token_spec), out_specs=(full, heads)
-        )(q, k, v, tokens)
+        specs = (full, full, full, token_spec)
+        lap = jax.shard_map(self.ring.forward, mesh=self.mesh, in_specs=specs, out_specs=(full, heads))
+        return lap(*self.place((q, k, v, tokens), specs))
 
     def backward(self, q, k, v, tokens: Tokens, out, lse, dout, dlse):
         full, heads, token_spec = self._specs(tokens)
-        return jax.shard_map(
-            self.ring.backward,
-            mesh=self.mesh,
-            in_specs=(full, full, full, token_spec, full, heads, full, heads),
-            out_specs=(full, full, full),
-        )(q, k, v, tokens, out, lse, dout, dlse)
+        specs = (full, full, full, token_spec, full, heads, full, heads)
+        lap = jax.shard_map(self.ring.backward, mesh=self.mesh, in_specs=specs, out_specs=(full, full, full))
+        return lap(*self.place((q, k, v, tokens, out, lse, dout, dlse), specs))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
