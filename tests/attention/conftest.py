@@ -59,7 +59,7 @@ class Problem:
             place = np.linspace(-1, 1, self.seq).reshape(1, -1, *[1] * 2)
             row = np.arange(1, self.batch + 1).reshape(-1, 1, 1, 1)
             q, k, v, dout = (x * 0.1 + place * row * (1 + np.arange(x.shape[2])[:, None]) for x in arrays[:4])
-            # A quarter of the queries: at full size dq cancels so far that dense attention in float32 errs by 1e-5 as well.
+            # A quarter of the queries: at full size dq cancels so far that dense attention in float32 errs by 1e-5.
             arrays = [q / 4, k, v, dout, arrays[4]]
         if self.segments is not None:
             arrays[4] = arrays[4] * (self.segments >= 0)[..., None]  # the lse of padding is -inf: no cotangent
