@@ -17,7 +17,7 @@ _TYPED = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 _COMPUTATION = re.compile(r"^(ENTRY )?%([\w.\-]+) \(")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CALLED = re.compile(r"(?:body|calls|to_apply|true_computation|false_computation)=%([\w.\-]+)")
-_SHAPE = re.compile(r"[a-z]\w*\[([\d,]*)\]")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
 
 class Collective(NamedTuple):
@@ -33,8 +33,7 @@ def collectives(compiled: Compiled) -> list[Collective]:
     assert text
     found = []
     for result, kind in _OPERATION.findall(text):
-        for sizes in _SHAPE.findall(result):
-            found.append(Collective(kind, tuple(int(size) for size in sizes.split(",") if size)))
+        found += [Collective(kind, shape) for _, shape in _arrays(result)]
     return found
 
 
@@ -71,10 +70,11 @@ def executed(compiled: Compiled) -> Counter[tuple[str, str, tuple[int, ...]]]:
         total: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
         for line in computations[name]:
             if match := _OPERATION.search(line):
-                for dtype, sizes in _TYPED.findall(match[1]):
-                    total[(match[2], dtype, tuple(int(size) for size in sizes.split(",") if size))] += 1
+                for dtype, shape in _arrays(match[1]):
+                    total[(match[2], dtype, shape)] += 1
             trips = _TRIPS.search(line)
-            for called in _CALLED.findall(line):
+            branches = [name.strip(" %") for names in _BRANCHES.findall(line) for name in names.split(",")]
+            for called in _CALLED.findall(line) + branches:
                 inner = count(called)
                 if " while(" in line and inner:
                     assert trips, f"a loop with collectives has no known trip count: {line}"
@@ -83,3 +83,8 @@ def executed(compiled: Compiled) -> Counter[tuple[str, str, tuple[int, ...]]]:
         return total
 
     return count(entry)
+
+
+def _arrays(result: str) -> list[tuple[str, tuple[int, ...]]]:
+    """Type and shape of each array of an operation's result, as the text writes it."""
+    return [(dtype, tuple(int(n) for n in sizes.split(",") if n)) for dtype, sizes in _TYPED.findall(result)]

@@ -3,6 +3,7 @@
 import math
 import os
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -152,16 +153,16 @@ class Console:
             yield _Bar(progress, total, start)
 
 
-class Reporter:
+class Reporter(ABC):
     """Takes reports of training and shows them."""
 
+    @abstractmethod
     def advance(self, step: int) -> None:
         """Say that a step is done, without figures."""
-        raise NotImplementedError
 
+    @abstractmethod
     def report(self, step: int, figures: StepReport) -> None:
         """Show the figures of a step."""
-        raise NotImplementedError
 
 
 class _Lines(Reporter):
