@@ -76,9 +76,7 @@ def _add_train(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         epilog=f"{_TRAIN_EXAMPLES}\n\n{_settings_help()}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "config", metavar="CONFIG", help="YAML file with the settings that differ from the defaults"
-    )
+    parser.add_argument("config", metavar="CONFIG", help="YAML file with the settings that differ from the defaults")
     parser.add_argument(
         "overrides", metavar="key.path=value", nargs="*", default=[], help="settings that replace those of the file"
     )

@@ -65,16 +65,12 @@ def test_outputs_are_of_one_clean_run(path):
     assert not [match[0] for cell in cells for text in texts(cell) for match in ABSOLUTE_PATH.finditer(text)]
 
 
-@pytest.mark.parametrize(
-    "text", ["in /home/a/runs", "/tmp/x", "(/usr/lib/python3", "'/a/b.py'", r"C:\Users", "=/a/"]
-)
+@pytest.mark.parametrize("text", ["in /home/a/runs", "/tmp/x", "(/usr/lib/python3", "'/a/b.py'", r"C:\Users", "=/a/"])
 def test_absolute_paths_are_seen(text):
     assert ABSOLUTE_PATH.search(text)
 
 
-@pytest.mark.parametrize(
-    "text", ["tok/s", "S / R", "configs/a.yaml", "../a/b", "https://a.org/b/c", "</b>", "1/2/3"]
-)
+@pytest.mark.parametrize("text", ["tok/s", "S / R", "configs/a.yaml", "../a/b", "https://a.org/b/c", "</b>", "1/2/3"])
 def test_other_slashes_are_not(text):
     assert not ABSOLUTE_PATH.search(text)
 

@@ -1,38 +1,37 @@
-"""The public operator: checks what is asked, then runs the ring over global arrays.
+"""The public operator: checks what is asked, fills lengths that do not divide, and runs the ring."""
 
-The custom gradient stands outside the two `shard_map` calls, one for the forward lap and one for the backward lap:
-nothing is ever differentiated through a `shard_map`, which is what lets the operator live inside `vmap`, `scan`,
-`jax.checkpoint` and pipelines.
-"""
-
-import math
-import numbers
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh
 
+from ringjax.attention.checks import (
+    check_arrays,
+    check_axes,
+    check_cuts,
+    check_dropout,
+    check_lengths,
+    check_options,
+    check_sinks,
+    check_slopes,
+    check_tokens,
+)
 from ringjax.attention.kernels import BlockKernel, get_kernel
 from ringjax.attention.layout import Layout, get_layout
-from ringjax.attention.mask import Mask, Tokens
-from ringjax.attention.ring import Ring
-
-STANDARD_BATCH_AXES = ("data", "fsdp")
-STANDARD_HEAD_AXIS = "tensor"
-T = TypeVar("T")
-DTYPES = ("float32", "bfloat16", "float16")
+from ringjax.attention.mask import AnyArray, Mask, Tokens
+from ringjax.attention.program import GlobalProgram, LocalProgram, attention, compiled_attention
+from ringjax.attention.ring import Ring, Side
+from ringjax.attention.scores import Heads, ScoreRule, head_noise
+from ringjax.attention.softmax import finite_or_zero
 
 
 def ring_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: AnyArray,
+    k: AnyArray,
+    v: AnyArray,
     *,
     mesh: Mesh | AbstractMesh | None = None,
     seq_axis: str = "seq",
@@ -40,43 +39,62 @@ def ring_attention(
     head_axis: str | None = "auto",
     layout: str = "contiguous",
     mask: Mask = Mask(),  # noqa: B008 (frozen)
-    segment_ids: jax.Array | None = None,
-    positions: jax.Array | None = None,
+    segment_ids: AnyArray | None = None,
+    positions: AnyArray | None = None,
+    kv_segment_ids: AnyArray | None = None,
+    kv_positions: AnyArray | None = None,
     scale: float | None = None,
     softcap: float | None = None,
-    sinks: jax.Array | None = None,
+    sinks: AnyArray | None = None,
+    alibi_slopes: Any = None,
+    dropout_rate: float = 0.0,
+    dropout_seed: Any = None,
     strategy: str = "ring",
     kernel: str | BlockKernel = "auto",
     return_lse: bool = False,
 ) -> Any:
     """Exact attention over a sequence that is sharded across a ring of devices.
 
-    For each query i over the keys j it may see, with s_ij = scale * q_i . k_j:
+    For each query i over the keys j it may see, with positions p:
 
-        lse_i = log sum_j exp(s_ij),    out_i = sum_j exp(s_ij - lse_i) v_j
+        s_ij = softcap tanh(scale q_i . k_j / softcap) - slope |p_i - p_j|        (each part only if asked for)
+        lse_i = log sum_j exp(s_ij)
+        out_i = sum_j exp(s_ij - lse_i) v_j                                        (times sigmoid(lse_i - sink))
 
     Each of the R devices of `seq_axis` holds L = S / R tokens. Queries stay; keys and values travel R - 1 hops
-    (Ring Attention, arXiv:2310.01889), and partial results are merged in float32. Differentiable in q, k, v, in
-    reverse mode; so is the lse. Rows that see no key (padding) have out 0, lse -inf and gradient 0.
+    (Ring Attention, arXiv:2310.01889), fewer if a window is short, and partial results are merged in float32.
+    Differentiable in q, k, v and sinks, in reverse mode; so is the lse. Rows that see no key (padding) have out 0,
+    lse -inf and gradient 0. A value that is not finite reaches no row that may not see it.
 
     Args:
-      q: queries, [B, S, H, D], in layout order; float32, bfloat16 or float16, like k and v.
-      k: keys, [B, S, K, D]; H is a multiple of K, and query head h uses key/value head h // (H / K).
+      q: queries, [B, S, H, D], in layout order; float32, bfloat16 or float16, like k and v. S need not be a multiple
+        of R: missing slots are filled with padding inside.
+      k: keys, [B, S, K, D]; H is a multiple of K, and query head h uses key/value head h // (H / K). The length may
+        differ from that of q if the mask compares no positions, or they are given (cross-attention).
       v: values, [B, S, K, Dv].
       mesh: the devices. None = the mesh set with `jax.set_mesh`.
       seq_axis: the mesh axis that is the ring.
       batch_axes: mesh axes that shard B. "auto" = those of "data" and "fsdp" that the mesh has; None = none.
       head_axis: mesh axis that shards H and K. "auto" = "tensor" if the mesh has it; None = none.
       layout: which token sits in which slot: "contiguous" (natural order), "zigzag" or "striped"; see `get_layout`.
-      mask: what may attend to what, by global position. Causal by default. Windows and prefixes are not supported
-        yet.
+      mask: what may attend to what, by global position: causal (default), full, windows, prefixes; see `Mask`.
       segment_ids: [B, S] integers that fit into int32, in layout order: a token attends inside its own segment
         (packed documents); negative = padding.
-      positions: [B, S] integers that fit into int32, in layout order: the positions the mask compares, instead of
-        the layout's. Any order is right; the layout's own is faster, since it knows what can be skipped.
+      positions: [B, S] integers that fit into int32, in layout order: what the mask, ALiBi and dropout take for
+        positions, instead of the layout's. Any order is right; the layout's own is faster, since it knows what can
+        be skipped.
+      kv_segment_ids: the same of the keys, for cross-attention. None = those of the queries.
+      kv_positions: likewise.
       scale: a Python number that multiplies the scores. None = 1 / sqrt(D).
-      softcap: not supported yet.
-      sinks: not supported yet.
+      softcap: bound on the scores before the bias; a Python number. None = none.
+      sinks: [H] floating point: a learned logit per head that joins the softmax and has no value. The lse is that
+        of the keys alone.
+      alibi_slopes: [H] floating-point constants: s_ij is lowered by slope times distance (arXiv:2108.12409); see
+        `alibi_slopes`.
+      dropout_rate: share of the attention weights that is dropped, a Python number in [0, 1). The others are
+        divided by 1 - rate; the lse is that without dropout.
+      dropout_seed: an integer or a jax.random key. What is dropped is a function of seed, batch index, head and the
+        two positions alone: the same on every mesh, layout and ring size.
       strategy: "ring".
       kernel: attention of one block against one block: "auto", "xla", or a `BlockKernel`.
       return_lse: also return the log-sum-exp.
@@ -95,115 +113,217 @@ def ring_attention(
       >>> ring_attention(x, x, x, mesh=mesh).shape
       (1, 8, 2, 4)
     """
-    _check_options(mask, scale, softcap, sinks, strategy)
+    check_options(mask, scale, softcap, strategy)
     mesh = _mesh(mesh)
-    axes = _axes(mesh, seq_axis, batch_axes, head_axis)
-    _check_arrays(q, k, v)
-    segment_ids = _tokens("segment_ids", segment_ids, q.shape)
-    positions = _tokens("positions", positions, q.shape)
-    ring_layout = get_layout(layout)
-    _check_cuts(mesh, axes, ring_layout, q.shape, k.shape[2])
-    ring = Ring(
-        axis=axes.seq,
-        size=mesh.shape[axes.seq],
-        layout=ring_layout,
-        mask=mask,
-        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
-        kernel=get_kernel(kernel),
-    )
-    # A full mask compares no positions: they need not travel.
-    tokens = Tokens(None if mask.is_full else positions, segment_ids)
-    out, lse = _compiled_attention(_Program(mesh, axes, ring), q, k, v, tokens)
+    axes = check_axes(mesh.axis_names, seq_axis, batch_axes, head_axis)
+    check_arrays(q, k, v)
+    sizes, size = dict(mesh.shape), mesh.shape[axes.seq]
+    (batch, _, num_heads, dim), kv_heads = q.shape, k.shape[2]
+    check_cuts(sizes, axes, batch, num_heads, kv_heads)
+    slopes, sinks = check_slopes(alibi_slopes, num_heads), check_sinks(sinks, num_heads)
+    rate, seed = check_dropout(dropout_rate, dropout_seed)
+    rule = ScoreRule(_scale(scale, dim), softcap, rate, slopes is not None)
+    tokens = _tokens(q, k, mask, rule, segment_ids, positions, kv_segment_ids, kv_positions)
+    ring = Ring(axes.seq, size, get_layout(layout), mask, rule, get_kernel(kernel))
+
+    fill_q, fill_k = (_Filling(ring.layout, x.shape[1], size) for x in (q, k))
+    if fill_q.needed or fill_k.needed:
+        tokens = _filled_tokens(tokens, fill_q, fill_k, batch, mask)
+        q, k, v = fill_q.fill(q), fill_k.fill(k), fill_k.fill(v)
+    heads = _heads(slopes, seed, jnp.arange(batch), jnp.arange(num_heads))
+    program = GlobalProgram(mesh, axes, ring)
+    out, lse = compiled_attention(program, q, k, v, Side(*tokens, heads))
+    if fill_q.needed:
+        out, lse = fill_q.take(out), fill_q.take(lse)
+    out = out if sinks is None else _with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
 
 
-@dataclass(frozen=True)
-class _Axes:
-    """Mesh axes of the operator's dims."""
+def ring_attention_shard(
+    q: AnyArray,
+    k: AnyArray,
+    v: AnyArray,
+    *,
+    seq_axis: str = "seq",
+    batch_axes: Sequence[str] | str | None = "auto",
+    head_axis: str | None = "auto",
+    layout: str = "contiguous",
+    mask: Mask = Mask(),  # noqa: B008 (frozen)
+    segment_ids: AnyArray | None = None,
+    positions: AnyArray | None = None,
+    kv_segment_ids: AnyArray | None = None,
+    kv_positions: AnyArray | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: AnyArray | None = None,
+    alibi_slopes: Any = None,
+    dropout_rate: float = 0.0,
+    dropout_seed: Any = None,
+    strategy: str = "ring",
+    kernel: str | BlockKernel = "auto",
+    return_lse: bool = False,
+) -> Any:
+    """`ring_attention` for callers who are inside `jax.shard_map` already and hold one device's blocks.
 
-    seq: str
-    batch: tuple[str, ...]
-    head: str | None
+    All arrays are the device's own: q [B, L, H, D], k [B, L, K, D], v [B, L, K, Dv], tokens [B, L], sinks and
+    alibi_slopes [H], with the B and H of this device. L must be a multiple of the layout's chunks. The meaning of
+    every argument is that of `ring_attention`.
+
+    Args:
+      q: queries.
+      k: keys.
+      v: values.
+      seq_axis: the mesh axis that is the ring; it must be manual here.
+      batch_axes: manual mesh axes that shard B; only dropout needs to know. "auto" = those of "data" and "fsdp" that
+        are manual here.
+      head_axis: likewise for H. "auto" = "tensor" if it is manual here.
+      layout: see `ring_attention`, like everything below.
+      mask: what may attend to what.
+      segment_ids: packed documents and padding.
+      positions: instead of the layout's.
+      kv_segment_ids: of the keys, for cross-attention.
+      kv_positions: of the keys, for cross-attention.
+      scale: of the scores.
+      softcap: bound on the scores.
+      sinks: learned logits.
+      alibi_slopes: constants.
+      dropout_rate: share of the weights that is dropped.
+      dropout_seed: the same on all devices.
+      strategy: "ring".
+      kernel: attention of one block against one block.
+      return_lse: also return the log-sum-exp.
+
+    Returns:
+      out, [B, L, H, Dv], and with `return_lse` lse, [B, L, H] float32.
+
+    Raises:
+      ValueError: as in `ring_attention`, or the call is not inside a `shard_map` over seq_axis.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax.sharding import PartitionSpec
+      >>> from ringjax.attention import ring_attention_shard
+      >>> mesh = jax.make_mesh((1,), ("seq",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> blocks = PartitionSpec(None, "seq")
+      >>> attend = jax.shard_map(ring_attention_shard, mesh=mesh, in_specs=(blocks,) * 3, out_specs=blocks)
+      >>> x = jnp.ones((1, 8, 2, 4))
+      >>> attend(x, x, x).shape
+      (1, 8, 2, 4)
+    """
+    check_options(mask, scale, softcap, strategy)
+    manual = _manual_axes()
+    if seq_axis not in manual:
+        raise ValueError(
+            f"ring_attention_shard works inside a jax.shard_map that is manual over seq_axis={seq_axis!r}; manual "
+            f"axes here: {', '.join(manual) or 'none'}. Outside of one, call ring_attention"
+        )
+    axes = check_axes(manual, seq_axis, batch_axes, head_axis)
+    check_arrays(q, k, v)
+    size, ring_layout = jax.lax.axis_size(axes.seq), get_layout(layout)
+    for x in (q, k):
+        ring_layout.check(x.shape[1] * size, size)
+    batch, _, num_heads, dim = q.shape
+    slopes, sinks = check_slopes(alibi_slopes, num_heads), check_sinks(sinks, num_heads)
+    rate, seed = check_dropout(dropout_rate, dropout_seed)
+    rule = ScoreRule(_scale(scale, dim), softcap, rate, slopes is not None)
+    tokens = _tokens(q, k, mask, rule, segment_ids, positions, kv_segment_ids, kv_positions)
+    heads = _heads(slopes, seed, _numbers(axes.batch, batch), _numbers((axes.head,) if axes.head else (), num_heads))
+    ring = Ring(axes.seq, size, ring_layout, mask, rule, get_kernel(kernel))
+    inputs = _varying_alike((q, k, v, Side(*tokens, heads)), axes.seq)
+    out, lse = attention(LocalProgram(ring), *inputs)
+    out = out if sinks is None else _with_sinks(out, lse, sinks)
+    return (out, lse) if return_lse else out
 
 
-@dataclass(frozen=True)
-class _Program:
-    """A ring on a mesh: the static part of the operator, and the two laps over global arrays."""
+class _Filling:
+    """Padding that makes a length fill the blocks of a ring, and its removal."""
 
-    mesh: Mesh | AbstractMesh
-    axes: _Axes
-    ring: Ring
+    def __init__(self, layout: Layout, length: int, ring: int) -> None:
+        self.length = length
+        self.full = layout.filled(length, ring)
+        self.needed = self.full > length
+        self._at_end = layout.stride(ring) == 1 and layout.chunks == 1
+        if self.needed:
+            self._real = layout.positions(self.full, ring) < length
 
-    def _specs(self, tokens: Tokens) -> tuple[PartitionSpec, PartitionSpec, Any]:
-        """Of arrays with heads and a head dim, of arrays with heads, and of tokens."""
-        rows = PartitionSpec(self.axes.batch or None, self.axes.seq)
-        heads = PartitionSpec(*rows, self.axes.head)
-        return PartitionSpec(*heads, None), heads, jax.tree.map(lambda _: rows, tokens)
+    def fill(self, x: AnyArray, value: int = 0) -> jax.Array:
+        """x [B, length, ...] with padding in the slots of the tokens that are not there."""
+        if not self.needed:
+            return jnp.asarray(x)
+        widths = [(0, 0), (0, self.full - self.length)] + [(0, 0)] * (x.ndim - 2)
+        x = jnp.pad(x, widths, constant_values=value)
+        if self._at_end:
+            return x
+        # Slot of the input for each slot of the result; those of padding take one that has been added.
+        source = np.where(self._real, np.cumsum(self._real) - 1, self.length)
+        return x.take(source, axis=1)
 
-    def place(self, arrays: T, specs: Any) -> T:
-        """Arrays, moved to where they are needed if the mesh leaves that to the program (Explicit axes)."""
-        kinds = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
-        if AxisType.Explicit not in kinds.values():
-            return arrays
-
-        def move(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-            names = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
-            explicit = [tuple(name for name in some if kinds[name] is AxisType.Explicit) for some in names]
-            return jax.sharding.reshard(x, NamedSharding(self.mesh, PartitionSpec(*explicit)))
-
-        return jax.tree.map(move, arrays, specs)
-
-    def forward(self, q, k, v, tokens: Tokens):
-        full, heads, token_spec = self._specs(tokens)
-        specs = (full, full, full, token_spec)
-        lap = jax.shard_map(self.ring.forward, mesh=self.mesh, in_specs=specs, out_specs=(full, heads))
-        return lap(*self.place((q, k, v, tokens), specs))
-
-    def backward(self, q, k, v, tokens: Tokens, out, lse, dout, dlse):
-        full, heads, token_spec = self._specs(tokens)
-        specs = (full, full, full, token_spec, full, heads, full, heads)
-        lap = jax.shard_map(self.ring.backward, mesh=self.mesh, in_specs=specs, out_specs=(full, full, full))
-        return lap(*self.place((q, k, v, tokens, out, lse, dout, dlse), specs))
+    def take(self, x: jax.Array) -> jax.Array:
+        """The inverse of `fill`."""
+        return x[:, : self.length] if self._at_end else x.take(np.flatnonzero(self._real), axis=1)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(program: _Program, q, k, v, tokens: Tokens):
-    return program.forward(q, k, v, tokens)
+def _filled_tokens(
+    tokens: tuple[Tokens, Tokens], fill_q: _Filling, fill_k: _Filling, batch: int, mask: Mask
+) -> tuple[Tokens, Tokens]:
+    """Tokens of both sides, with segments that mark the padding where the mask would not hide it."""
+    q, k = tokens
+    beyond = mask.prefix_length is not None and mask.prefix_length > fill_k.length
+    if q.segments is None and not (mask.causal and q.positions is None and not beyond):
+        q = q._replace(segments=jnp.zeros((batch, fill_q.length), jnp.int32))
+        k = k._replace(segments=jnp.zeros((batch, fill_k.length), jnp.int32))
+
+    def fill(filling: _Filling, tokens: Tokens) -> Tokens:
+        positions, segments = tokens
+        return Tokens(
+            None if positions is None else filling.fill(positions),
+            None if segments is None else filling.fill(segments, -1),
+        )
+
+    return fill(fill_q, q), fill(fill_k, k)
 
 
-def _attention_fwd(program: _Program, q, k, v, tokens: Tokens):
-    out, lse = program.forward(q, k, v, tokens)
-    # Named, so that a rematerialisation policy can keep them and never replay a lap of the ring.
-    out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
-    return (out, lse), (q, k, v, tokens, out, lse)
+def _tokens(
+    q: AnyArray,
+    k: AnyArray,
+    mask: Mask,
+    rule: ScoreRule,
+    segment_ids: Any,
+    positions: Any,
+    kv_segment_ids: Any,
+    kv_positions: Any,
+) -> tuple[Tokens, Tokens]:
+    """Tokens of queries and keys, checked; without positions if nothing depends on them."""
+    of_q, of_k = (q.shape[0], q.shape[1]), (k.shape[0], k.shape[1])
+    check_lengths(mask, of_q[1], of_k[1], (segment_ids, kv_segment_ids), (positions, kv_positions))
+    segments = check_tokens("segment_ids", segment_ids, of_q)
+    places = check_tokens("positions", positions, of_q)
+    kv_segments = check_tokens("kv_segment_ids", kv_segment_ids, of_k)
+    kv_places = check_tokens("kv_positions", kv_positions, of_k)
+    kv_segments = segments if kv_segments is None else kv_segments
+    kv_places = places if kv_places is None else kv_places
+    if mask.is_full and not rule.needs_positions:
+        places = kv_places = None  # nothing compares them: they need not travel
+    return Tokens(places, segments), Tokens(kv_places, kv_segments)
 
 
-def _attention_bwd(program: _Program, residuals, cotangents):
-    q, k, v, tokens, out, lse = residuals
-    dq, dk, dv = program.backward(q, k, v, tokens, out, lse, *cotangents)
-    return dq, dk, dv, None
+def _heads(slopes: np.ndarray | None, seed: jax.Array | None, batch: jax.Array, heads: jax.Array) -> Heads:
+    """What differs between sequences and heads, [B, H] each, for sequences and heads of these global numbers."""
+    shape = (batch.shape[0], heads.shape[0])
+    return Heads(
+        None if slopes is None else jnp.broadcast_to(jnp.asarray(slopes), shape),
+        None if seed is None else head_noise(seed, batch, heads),
+    )
 
 
-_attention.defvjp(_attention_fwd, _attention_bwd)
-_compiled_attention = jax.jit(_attention, static_argnums=0)
+def _with_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> jax.Array:
+    """out * exp(lse) / (exp(lse) + exp(sink)); 0 stays 0 where there is no key."""
+    share = jax.nn.sigmoid(finite_or_zero(lse) - sinks)
+    return (out.astype(jnp.float32) * share[..., None]).astype(out.dtype)
 
 
-def _check_options(mask: Mask, scale: float | None, softcap: float | None, sinks, strategy: str) -> None:
-    if not isinstance(mask, Mask):
-        raise ValueError(f"mask must be a Mask, such as Mask(causal=True), got {mask!r}")
-    if scale is not None and not (isinstance(scale, numbers.Real) and math.isfinite(scale)):
-        raise ValueError(f"scale must be a finite number, known when the program is built (static); got {scale!r}")
-    asked = {
-        "mask.window": mask.window,
-        "mask.prefix_length": mask.prefix_length,
-        "softcap": softcap,
-        "sinks": sinks,
-    }
-    for name, value in asked.items():
-        if value is not None:
-            raise ValueError(f"{name} is not supported yet: leave it None")
-    if strategy != "ring":
-        raise ValueError(f"unknown strategy {strategy!r}; the strategies are ring")
+def _scale(scale: float | None, dim: int) -> float:
+    return dim**-0.5 if scale is None else float(scale)
 
 
 def _mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
@@ -213,79 +333,33 @@ def _mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
     return mesh
 
 
-def _axes(mesh, seq_axis: str, batch_axes: Sequence[str] | str | None, head_axis: str | None) -> _Axes:
-    """The mesh axes by name, with "auto" resolved."""
-    if batch_axes == "auto":
-        batch = tuple(name for name in STANDARD_BATCH_AXES if name in mesh.axis_names and name != seq_axis)
-    else:
-        batch = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes or ())
-    if head_axis == "auto":
-        head_axis = STANDARD_HEAD_AXIS if STANDARD_HEAD_AXIS in mesh.axis_names else None
-    names = [seq_axis, *batch, *([head_axis] if head_axis else [])]
-    for name in names:
-        if name not in mesh.axis_names:
-            raise ValueError(
-                f"the mesh has no axis {name!r}, it has {', '.join(mesh.axis_names)}; change the mesh, or "
-                f"seq_axis, batch_axes or head_axis"
-            )
-        if names.count(name) > 1:
-            raise ValueError(f"mesh axis {name!r} is used twice among seq_axis, batch_axes and head_axis")
-    return _Axes(seq_axis, batch, head_axis)
+def _manual_axes() -> tuple[str, ...]:
+    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
-def _check_arrays(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
-    if not all(isinstance(x, jax.Array | np.ndarray) for x in (q, k, v)):
-        raise ValueError(
-            f"q, k and v must be arrays; got {type(q).__name__}, {type(k).__name__}, {type(v).__name__}"
-        )
-    shapes = f"got q {q.shape}, k {k.shape}, v {v.shape}"
-    if not q.ndim == k.ndim == v.ndim == 4:
-        raise ValueError(f"q must be [B, S, H, D], k [B, S, K, D] and v [B, S, K, Dv]; {shapes}")
-    if not q.shape[:2] == k.shape[:2] == v.shape[:2]:
-        raise ValueError(f"q, k and v must have the same batch size and sequence length; {shapes}")
-    if q.shape[3] != k.shape[3]:
-        raise ValueError(f"q and k must have the same head dim; {shapes}")
-    if k.shape[2] != v.shape[2]:
-        raise ValueError(f"k and v must have the same number of heads; {shapes}")
-    if 0 in (*q.shape, *k.shape, *v.shape):
-        raise ValueError(f"no dim of q, k, v may be empty; {shapes}")
-    if q.shape[2] % k.shape[2]:
-        raise ValueError(f"the number of query heads must be a multiple of the number of key/value heads; {shapes}")
-    dtypes = {str(x.dtype) for x in (q, k, v)}
-    if len(dtypes) > 1 or not dtypes <= set(DTYPES):
-        raise ValueError(
-            f"q, k and v must have one dtype, of {', '.join(DTYPES)}; got q {q.dtype}, k {k.dtype}, v {v.dtype}"
-        )
+def _numbers(axes: tuple[str, ...], count: int) -> jax.Array:
+    """Global numbers of this device's `count` sequences or heads, which `axes` shard."""
+    index = jnp.int32(0)
+    for axis in axes:
+        index = index * jax.lax.axis_size(axis) + jax.lax.axis_index(axis)
+    return index * count + jnp.arange(count)
 
 
-def _tokens(name: str, x: Any, q_shape: tuple[int, ...]) -> jax.Array | None:
-    """Segments or positions as int32, refused where int32 could change which of them are equal or come first."""
-    if x is None:
-        return None
-    x = x if isinstance(x, jax.Array) else np.asarray(x)
-    if x.shape != q_shape[:2] or not jnp.issubdtype(x.dtype, jnp.integer):
-        raise ValueError(f"{name} must be integers of shape [B, S] = {q_shape[:2]}; got {x.dtype} {x.shape}")
-    if not np.can_cast(x.dtype, np.int32):
-        limits = np.iinfo(np.int32)
-        if isinstance(x, jax.Array):
-            raise ValueError(
-                f"{name} must be int32 or narrower; got {x.dtype}: convert it where the values are known"
-            )
-        if x.min() < limits.min or x.max() > limits.max:
-            raise ValueError(f"{name} must fit into int32; got values from {x.min()} to {x.max()}: renumber them")
-    return jnp.asarray(x, jnp.int32)
+def _varying_alike(arrays: Any, seq_axis: str) -> Any:
+    """Arrays that are all seen as different on the same manual axes, so that one loop can carry them.
+
+    The gradient of this is a sum over the axes that are added: what all devices used gets the gradients of all.
+    """
+    axes: frozenset[str] = frozenset().union(*map(_varying, jax.tree.leaves(arrays)))
+    if not axes:
+        return arrays  # the caller's shard_map does not keep track (check_vma=False)
+
+    def add(x: jax.Array) -> jax.Array:
+        missing = tuple((axes | {seq_axis}) - _varying(x))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(add, arrays)
 
 
-def _check_cuts(mesh, axes: _Axes, layout: Layout, q_shape: tuple[int, ...], kv_heads: int) -> None:
-    batch, seq, heads, _ = q_shape
-    layout.check(seq, mesh.shape[axes.seq])
-    parts = math.prod(mesh.shape[name] for name in axes.batch)
-    if batch % parts:
-        raise ValueError(
-            f"the batch size must be a multiple of {parts}, the devices along {', '.join(axes.batch)}; got {batch}"
-        )
-    if axes.head and (heads % mesh.shape[axes.head] or kv_heads % mesh.shape[axes.head]):
-        raise ValueError(
-            f"query and key/value heads must be multiples of {mesh.shape[axes.head]}, the devices along "
-            f"{axes.head!r}; got {heads} and {kv_heads}"
-        )
+def _varying(x: jax.Array) -> frozenset[str]:
+    return frozenset(jax.typeof(x).manual_axis_type.varying)

@@ -33,14 +33,22 @@ class Layout(ABC):
         """Distance between the global positions of neighbouring slots of a chunk."""
         return 1
 
+    def place(self, chunk: Array, rank: Array, ring: int) -> Array | None:
+        """Which of the sequence's ring * chunks runs of tokens a chunk is; None if chunks are no such runs."""
+        return None
+
     def multiple(self, ring: int) -> int:
-        """What a sequence length must be a multiple of on a ring of this size."""
+        """What a sequence length must be a multiple of to fill the blocks of a ring of this size."""
         return ring * self.chunks
 
+    def filled(self, seq_len: int, ring: int) -> int:
+        """The next length that fills the blocks."""
+        return -(-seq_len // self.multiple(ring)) * self.multiple(ring)
+
     def check(self, seq_len: int, ring: int) -> None:
-        """Raise ValueError unless the layout can cut `seq_len` tokens over `ring` devices."""
+        """Raise ValueError unless `seq_len` tokens fill the blocks of `ring` devices."""
         if ring < 1:
-            raise ValueError(f"the ring needs at least 1 device, got {ring}")
+            raise ValueError(f"the ring must be at least 1, got {ring}")
         if seq_len < 1 or seq_len % self.multiple(ring):
             below = seq_len // self.multiple(ring) * self.multiple(ring)
             nearest = " or ".join(str(n) for n in (below, below + self.multiple(ring)) if n)
@@ -66,6 +74,9 @@ class Layout(ABC):
     def positions(self, seq_len: int, ring: int) -> np.ndarray:
         """Global position of every slot, in sharded order: block of rank 0, block of rank 1, ...
 
+        A length that does not fill the blocks is laid out like the next one that does, and the slots of the tokens
+        that are not there are left out; `ring_attention` puts padding into them.
+
         Args:
           seq_len: S.
           ring: R.
@@ -74,15 +85,19 @@ class Layout(ABC):
           [S] int32, a permutation of 0 ... S - 1.
 
         Raises:
-          ValueError: the layout cannot cut this length over this ring.
+          ValueError: seq_len or ring is less than 1.
 
         Example:
           >>> from ringjax.attention import get_layout
           >>> get_layout("zigzag").positions(8, ring=2)
           array([0, 1, 6, 7, 2, 3, 4, 5], dtype=int32)
         """
-        self.check(seq_len, ring)
-        return np.concatenate([self.block_positions(rank, ring, seq_len // ring) for rank in range(ring)])
+        for name, value in (("sequence length", seq_len), ("ring", ring)):
+            if value < 1:
+                raise ValueError(f"the {name} must be at least 1, got {value}")
+        length = self.filled(seq_len, ring) // ring
+        positions = np.concatenate([self.block_positions(rank, ring, length) for rank in range(ring)])
+        return positions[positions < seq_len]
 
     def permute(self, x: Array, ring: int, axis: int = 1) -> Array:
         """Reorder dim `axis` of x, in natural order, into layout order."""
@@ -104,6 +119,9 @@ class Contiguous(Layout):
     def chunk_start(self, chunk: Array, rank: Array, ring: int, length: int) -> Array:
         return rank * length
 
+    def place(self, chunk: Array, rank: Array, ring: int) -> Array:
+        return rank
+
 
 class Zigzag(Layout):
     """Rank r holds chunks r and 2R - 1 - r of 2R: every rank does the same work under a causal mask."""
@@ -112,8 +130,10 @@ class Zigzag(Layout):
     chunks = 2
 
     def chunk_start(self, chunk: Array, rank: Array, ring: int, length: int) -> Array:
-        index = rank + chunk * (2 * ring - 1 - 2 * rank)  # r for chunk 0, 2R - 1 - r for chunk 1
-        return index * (length // 2)
+        return self.place(chunk, rank, ring) * (length // 2)
+
+    def place(self, chunk: Array, rank: Array, ring: int) -> Array:
+        return rank + chunk * (2 * ring - 1 - 2 * rank)  # r for chunk 0, 2R - 1 - r for chunk 1
 
 
 class Striped(Layout):

@@ -1,28 +1,38 @@
 """The ring: what travels, when, and how the partial results come together.
 
-Queries stay. At step i a device holds the key/value block that was born i ranks before it; each block makes R - 1
-hops, one rank up per hop. The hop for the next step is issued before the attention of this one and used after it,
-so that the transfer can run under the kernel. The first and the last step stand outside the loop, so that no block
-travels in vain, and the size of the program does not depend on R.
+Queries stay; blocks of keys and values travel along a `Route`, usually around the ring. The hop for the next step is
+issued before the attention of this one and used after it, so that the transfer can run under the kernel. The first
+and the last step stand outside the loop, so that no block travels in vain, and the size of the program does not
+depend on R.
 
 Everything in this file runs on one device's block, inside `shard_map`.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from ringjax.attention.kernels.base import BlockKernel, Relation
+from ringjax.attention.kernels.base import BlockKernel, Order, Relation
 from ringjax.attention.layout import Layout
 from ringjax.attention.mask import Mask, Tokens
-from ringjax.attention.meeting import Call, Chunks, foreign_call, own_call
+from ringjax.attention.meeting import Call, Chunks
+from ringjax.attention.route import Route, routes
+from ringjax.attention.scores import Heads, ScoreRule
 from ringjax.attention.softmax import Partial, filled, merge
 
 T = TypeVar("T")
 Gradients = tuple[jax.Array, jax.Array]  # dq [B, K, G, L, D] and dk with dv [B, K, L, D + Dv], float32
+
+
+class Side(NamedTuple):
+    """What attention needs besides q, k and v; none of it has a gradient."""
+
+    q_tokens: Tokens  # [B, Sq]
+    k_tokens: Tokens  # [B, Sk]
+    heads: Heads  # [B, H]
 
 
 class Block(NamedTuple):
@@ -40,37 +50,53 @@ class Ring:
     size: int
     layout: Layout
     mask: Mask
-    scale: float
+    rule: ScoreRule
     kernel: BlockKernel
 
-    def forward(self, q: jax.Array, k: jax.Array, v: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
-        """One lap. q [B, L, H, D], k [B, L, K, D], v [B, L, K, Dv] -> out [B, L, H, Dv], lse [B, L, H]."""
-        q_BKGLD, block = _by_head(q, k.shape[2]), _pack(k, v, tokens)
-        rows = q_BKGLD.shape[:-1]
-        part = Partial(filled(q, (*rows, v.shape[-1])), filled(q, rows, -jnp.inf))
+    def forward(self, q: jax.Array, k: jax.Array, v: jax.Array, side: Side) -> tuple[jax.Array, jax.Array]:
+        """One lap. q [B, L, H, D], k [B, L, K, D], v [B, L, K, Dv] -> out [B, L, H, Dv], lse [B, L, H].
 
-        def attend(part: Partial, block: Block, call: Call) -> Partial:
-            return self._forward(call, q_BKGLD, tokens, block, part)
+        out is in the dtype of q, lse in float32. Keys may be another number than queries if positions do not matter
+        or are given.
+        """
+        (q_tokens, k_tokens, heads), kv_heads = side, k.shape[2]
+        q_BKGLD, block = _by_head(q, kv_heads), _pack(k, v, k_tokens)
+        rows = _Rows(q_BKGLD, self._placed(q_tokens, q.shape[1]), _grouped(heads, kv_heads))
+        shape = q_BKGLD.shape[:-1]
+        part = Partial(filled(q, (*shape, v.shape[-1])), filled(q, shape, -jnp.inf))
+        own, routes = self._routes(k_tokens, k.shape[1])
+
+        def attend(part: Partial, block: Block, call: Call, positions: jax.Array) -> Partial:
+            return self._forward(call, rows, block, positions, part)
+
+        arriving = [route.hop(block) if route.steps else block for route in routes]
+        part = attend(part, block, own, self._own_positions(k.shape[1]))
+        for route, arrived in zip(routes, arriving, strict=True):
+            part = self._forward_lap(route, arrived, part, attend)
+        return _by_token(part.out).astype(q.dtype), _by_token(part.lse)
+
+    def _forward_lap(self, route: Route, arriving: Block, part: Partial, attend: Callable[..., Partial]) -> Partial:
+        """Everything after the first hop and the own block."""
+        length = arriving.kv.shape[2]
 
         def step(carry: tuple[Block, Partial], i: jax.Array) -> tuple[tuple[Block, Partial], None]:
             block, part = carry
-            following = self._hop(block)
-            return (following, attend(part, block, self._foreign_call(i, block.tokens))), None
+            following = route.hop(block)
+            return (following, attend(part, block, route.call(i), route.positions(i, length))), None
 
-        arriving = self._hop(block) if self.size > 1 else block
-        part = attend(part, block, self._own_call(tokens))
-        if self.size > 2:
-            (arriving, part), _ = jax.lax.scan(step, (arriving, part), jnp.arange(1, self.size - 1))
-        if self.size > 1:
-            part = attend(part, arriving, self._foreign_call(self.size - 1, arriving.tokens))
-        return _by_token(part.out).astype(q.dtype), _by_token(part.lse)
+        last = route.steps
+        if last > 1:
+            (arriving, part), _ = jax.lax.scan(step, (arriving, part), jnp.arange(1, last))
+        if last > 0:
+            part = attend(part, arriving, route.call(last), route.positions(last, length))
+        return part
 
     def backward(
         self,
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
-        tokens: Tokens,
+        side: Side,
         out: jax.Array,
         lse: jax.Array,
         dout: jax.Array,
@@ -81,68 +107,84 @@ class Ring:
         The gradient of a block is born on the first foreign rank, gathers one rank's share per hop and comes home
         with its last hop, where the block's own share waits.
         """
-        kv_heads = k.shape[2]
+        (q_tokens, k_tokens, heads), (length, kv_heads) = side, k.shape[1:3]
         delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - dlse
-        q_BKGLD, dout, lse, delta = (_by_head(x, kv_heads) for x in (q, dout, lse, delta))
-        rows = _Rows(q_BKGLD, dout, lse, delta, tokens)
-        block = _pack(k, v, tokens)
+        q_BKGLD, *of_rows = (_by_head(x, kv_heads) for x in (q, dout, lse, delta))
+        rows = _Rows(q_BKGLD, self._placed(q_tokens, q.shape[1]), _grouped(heads, kv_heads), *of_rows)
+        block = _pack(k, v, k_tokens)
+        own, routes = self._routes(k_tokens, length)
 
-        def attend(dq: jax.Array, block: Block, call: Call) -> Gradients:
-            return self._backward(call, rows, block, (dq, filled(q, block.kv.shape)))
+        def attend(dq: jax.Array, block: Block, call: Call, positions: jax.Array) -> Gradients:
+            return self._backward(call, rows, block, positions, (dq, filled(q, block.kv.shape)))
+
+        arriving = [route.hop(block) if route.steps else block for route in routes]
+        dq, dkv = attend(filled(q, q_BKGLD.shape), block, own, self._own_positions(length))
+        for route, arrived in zip(routes, arriving, strict=True):
+            if route.steps:
+                dq, share = self._backward_lap(route, arrived, dq, attend)
+                dkv = dkv + share
+        dk, dv = jnp.split(dkv.swapaxes(1, 2), [k.shape[-1]], axis=-1)
+        return _by_token(dq).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+
+    def _backward_lap(
+        self, route: Route, arriving: Block, dq: jax.Array, attend: Callable[..., Gradients]
+    ) -> Gradients:
+        """Everything after the first hop and the own block -> dq, and the others' share in the own block's dkv."""
+        length, last = arriving.kv.shape[2], route.steps
 
         def step(carry: tuple[Block, Gradients], i: jax.Array) -> tuple[tuple[Block, Gradients], None]:
             block, (dq, dkv) = carry
-            following, dkv = self._hop(block), self._hop(dkv)
-            dq, share = attend(dq, block, self._foreign_call(i, block.tokens))
+            following, dkv = route.hop(block), route.hop(dkv)
+            dq, share = attend(dq, block, route.call(i), route.positions(i, length))
             return (following, (dq, dkv + share)), None
 
-        arriving = self._hop(block) if self.size > 1 else block
-        dq, own_dkv = attend(filled(q, rows.q.shape), block, self._own_call(tokens))
-        if self.size > 1:
-            following = self._hop(arriving) if self.size > 2 else arriving
-            dq, dkv = attend(dq, arriving, self._foreign_call(1, arriving.tokens))
-            if self.size > 3:
-                (following, (dq, dkv)), _ = jax.lax.scan(step, (following, (dq, dkv)), jnp.arange(2, self.size - 1))
-            if self.size > 2:
-                dkv = self._hop(dkv)
-                dq, share = attend(dq, following, self._foreign_call(self.size - 1, following.tokens))
-                dkv = dkv + share
-            own_dkv = own_dkv + self._hop(dkv)
-        dk, dv = jnp.split(own_dkv.swapaxes(1, 2), [k.shape[-1]], axis=-1)
-        return _by_token(dq).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+        following = route.hop(arriving) if last > 1 else arriving
+        dq, dkv = attend(dq, arriving, route.call(1), route.positions(1, length))
+        if last > 2:
+            (following, (dq, dkv)), _ = jax.lax.scan(step, (following, (dq, dkv)), jnp.arange(2, last))
+        if last > 1:
+            dkv = route.hop(dkv)
+            dq, share = attend(dq, following, route.call(last), route.positions(last, length))
+            dkv = dkv + share
+        return dq, route.home(dkv)
 
-    def _own_call(self, tokens: Tokens) -> Call:
-        return own_call(self.mask, tokens.positions is not None)
+    def _routes(self, k_tokens: Tokens, length: int) -> tuple[Call, tuple[Route, ...]]:
+        by_position = k_tokens.positions is not None
+        return routes(self.axis, self.size, self.layout, self.mask, by_position, length)
 
-    def _foreign_call(self, step: jax.Array | int, tokens: Tokens) -> Call:
-        rank = jax.lax.axis_index(self.axis)
-        source = (rank - step) % self.size
-        return foreign_call(self.layout, self.mask, tokens.positions is not None, rank, source)
+    def _own_positions(self, length: int) -> jax.Array:
+        """The layout's positions of this device's block."""
+        return self.layout.block_positions(jax.lax.axis_index(self.axis), self.size, length, jnp)
 
-    def _hop(self, x: T) -> T:
-        return jax.lax.ppermute(x, self.axis, [(i, (i + 1) % self.size) for i in range(self.size)])
+    def _placed(self, tokens: Tokens, length: int) -> Tokens:
+        """Tokens with the layout's positions, if they have none of their own."""
+        if tokens.positions is not None:
+            return tokens
+        return tokens._replace(positions=self._own_positions(length)[None])
 
-    def _forward(self, call: Call, q: jax.Array, tokens: Tokens, block: Block, part: Partial) -> Partial:
+    def _forward(self, call: Call, rows: "_Rows", block: Block, positions: jax.Array, part: Partial) -> Partial:
         """Merge what a call yields into the partial result."""
 
         def attend(part: Partial, q_slots: "_Slots", k_slots: "_Slots") -> Partial:
-            k, v = jnp.split(k_slots.take(block.kv, 2), [q.shape[-1]], axis=-1)
-            relation = _relation(self.mask, call, q_slots, tokens, k_slots, block.tokens)
-            new = self.kernel.forward(q_slots.take(q, 3), k, v, relation, self.scale)
+            k, v = jnp.split(k_slots.take(block.kv, 2), [rows.q.shape[-1]], axis=-1)
+            relation = self._relation(call, q_slots, rows.tokens, k_slots, block.tokens, positions)
+            new = self.kernel.forward(q_slots.take(rows.q, 3), k, v, relation, self.rule, rows.heads)
             merged = merge(Partial(*(q_slots.take(x, 3) for x in part)), new)
             return Partial(*(q_slots.put(x, y, 3) for x, y in zip(part, merged, strict=True)))
 
         return self._run(call, attend, part)
 
-    def _backward(self, call: Call, rows: "_Rows", block: Block, gradients: Gradients) -> Gradients:
+    def _backward(
+        self, call: Call, rows: "_Rows", block: Block, positions: jax.Array, gradients: Gradients
+    ) -> Gradients:
         """Add what a call yields to the gradients of the queries and of the block."""
 
         def attend(gradients: Gradients, q_slots: "_Slots", k_slots: "_Slots") -> Gradients:
             dq, dkv = gradients
             q, dout, lse, delta = (q_slots.take(x, 3) for x in (rows.q, rows.dout, rows.lse, rows.delta))
             k, v = jnp.split(k_slots.take(block.kv, 2), [q.shape[-1]], axis=-1)
-            relation = _relation(self.mask, call, q_slots, rows.tokens, k_slots, block.tokens)
-            dq_share, *dkv_share = self.kernel.backward(q, k, v, relation, self.scale, lse, delta, dout)
+            relation = self._relation(call, q_slots, rows.tokens, k_slots, block.tokens, positions)
+            dq_share, *dkv_share = self.kernel.backward(q, k, v, relation, self.rule, rows.heads, lse, delta, dout)
             dkv_share = jnp.concatenate(dkv_share, axis=-1)
             dq = q_slots.put(dq, q_slots.take(dq, 3) + dq_share, 3)
             return dq, k_slots.put(dkv, k_slots.take(dkv, 2) + dkv_share, 2)
@@ -151,18 +193,33 @@ class Ring:
 
     def _run(self, call: Call, attend: Callable[[T, "_Slots", "_Slots"], T], state: T) -> T:
         """Apply `attend` to the whole blocks, or to one pair of chunks after another."""
-        if call.chunks is not None:
-            size = self.layout.chunks
+        if call.chunks is None:
+            return _if(call.when, lambda state: attend(state, _Slots(), _Slots()), state)
+        size = self.layout.chunks
 
-            def step(state: T, pair: Chunks) -> tuple[T, None]:
-                return attend(state, _Slots(pair.q, size), _Slots(pair.k, size)), None
+        def step(state: T, pair: Chunks) -> tuple[T, None]:
+            return _if(
+                pair.when, lambda state: attend(state, _Slots(pair.q, size), _Slots(pair.k, size)), state
+            ), None
 
-            return jax.lax.scan(step, state, call.chunks)[0]
+        return jax.lax.scan(step, state, call.chunks)[0]
 
-        def whole(state: T) -> T:
-            return attend(state, _Slots(), _Slots())
+    def _relation(
+        self, call: Call, q_slots: "_Slots", q: Tokens, k_slots: "_Slots", k: Tokens, k_positions: jax.Array
+    ) -> Relation:
+        """What the kernel has to know of a call on these slots."""
+        if k.positions is None:
+            k = k._replace(positions=k_positions[None])
+        if call.order is not Order.ANY and not self.rule.needs_positions:
+            q, k = q._replace(positions=None), k._replace(positions=None)
+        q_tokens = jax.tree.map(lambda x: q_slots.take(x, 1), q)
+        k_tokens = jax.tree.map(lambda x: k_slots.take(x, 1), k)
+        return Relation(self.mask, call.order, call.lead, q_tokens, k_tokens)
 
-        return whole(state) if call.when is None else jax.lax.cond(call.when, whole, lambda state: state, state)
+
+def _if(when: jax.Array | None, apply: Callable[[T], T], state: T) -> T:
+    """`apply(state)` where `when` holds; None = always."""
+    return apply(state) if when is None else jax.lax.cond(when, apply, lambda state: state, state)
 
 
 class _Slots(NamedTuple):
@@ -185,25 +242,25 @@ class _Slots(NamedTuple):
         return jax.lax.dynamic_update_slice_in_dim(x, part, self.chunk * part.shape[dim], axis=dim)
 
 
-def _relation(mask: Mask, call: Call, q_slots: _Slots, q: Tokens, k_slots: _Slots, k: Tokens) -> Relation:
-    """What the kernel has to know of a call on these slots."""
-    q_tokens = jax.tree.map(lambda x: q_slots.take(x, 1), q)
-    k_tokens = jax.tree.map(lambda x: k_slots.take(x, 1), k)
-    return Relation(mask, call.order, call.shift, q_tokens, k_tokens)
-
-
 class _Rows(NamedTuple):
-    """What the backward pass knows of the queries, grouped by the key/value head they share."""
+    """What is known of the queries, grouped by the key/value head they share."""
 
-    q: jax.Array
-    dout: jax.Array
-    lse: jax.Array
-    delta: jax.Array
+    q: jax.Array  # [B, K, G, L, D]
     tokens: Tokens
+    heads: Heads
+    # In the backward pass only.
+    dout: Any = None
+    lse: Any = None
+    delta: Any = None
 
 
 def _pack(k: jax.Array, v: jax.Array, tokens: Tokens) -> Block:
     return Block(jnp.concatenate([k, v], axis=-1).swapaxes(1, 2), tokens)
+
+
+def _grouped(heads: Heads, kv_heads: int) -> Heads:
+    """[B, H] -> [B, K, G]"""
+    return jax.tree.map(lambda x: x.reshape(x.shape[0], kv_heads, -1), heads)
 
 
 def _by_head(x_BLH: jax.Array, kv_heads: int) -> jax.Array:

@@ -24,13 +24,40 @@ def merge(a: Partial, b: Partial) -> Partial:
     (the online softmax, Milakov and Gimelshein, arXiv:1805.02867), shifted by the larger lse so that nothing
     overflows.
     """
-    top = finite_or_zero(jnp.maximum(a.lse, b.lse))
+    # The result does not depend on the shift, so no gradient flows through it.
+    top = jax.lax.stop_gradient(finite_or_zero(jnp.maximum(a.lse, b.lse)))
     weight_a, weight_b = jnp.exp(a.lse - top), jnp.exp(b.lse - top)
-    total = weight_a + weight_b
-    # A row without any key on either side has weights 0, 0 and must stay (0, -inf).
-    share_b = weight_b / jnp.where(total == 0, 1.0, total)
-    share_a = weight_a / jnp.where(total == 0, 1.0, total)
-    return Partial(a.out * share_a[..., None] + b.out * share_b[..., None], top + jnp.log(total))
+    # A row without any key on either side has weights 0, 0 and must stay (0, -inf), with gradients of 0.
+    empty = weight_a + weight_b == 0
+    total = jnp.where(empty, 1.0, weight_a + weight_b)
+    share_a, share_b = weight_a / total, weight_b / total
+    lse = jnp.where(empty, -jnp.inf, top + jnp.log(total))
+    return Partial(a.out * share_a[..., None] + b.out * share_b[..., None], lse)
+
+
+def merge_attention(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Attention over the keys of a and of b together, from (out, lse) over each, as `return_lse` gives them.
+
+    lse = log(exp(lse_a) + exp(lse_b)), out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b. Differentiable; exact
+    as long as no key is in both, and neither has sinks (add those at the end: out * sigmoid(lse - sink)).
+
+    Args:
+      a: out [..., H, Dv] and lse [..., H].
+      b: likewise, for the same queries.
+
+    Returns:
+      out in the dtype of the first out, and lse in float32.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from ringjax.attention import merge_attention
+      >>> one, two = (jnp.ones((1, 1)), jnp.zeros(1)), (jnp.full((1, 1), 3.0), jnp.zeros(1))
+      >>> merge_attention(one, two)[0]
+      Array([[2.]], dtype=float32)
+    """
+    parts = [Partial(out.astype(jnp.float32), lse.astype(jnp.float32)) for out, lse in (a, b)]
+    merged = merge(*parts)
+    return merged.out.astype(a[0].dtype), merged.lse
 
 
 def finite_or_zero(lse: jax.Array) -> jax.Array:

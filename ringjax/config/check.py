@@ -112,9 +112,7 @@ def _source(config: Config) -> Iterator[Problem]:
                 )
 
 
-def _multiple(
-    config: Config, key: str, divisors: tuple[str, ...], reason: str, factor: int = 1
-) -> Iterator[Problem]:
+def _multiple(config: Config, key: str, divisors: tuple[str, ...], reason: str, factor: int = 1) -> Iterator[Problem]:
     """The setting `key` must be a multiple of the product of the settings `divisors` and of `factor`."""
     value = _value(config, key)
     sizes = [_value(config, divisor) for divisor in divisors]

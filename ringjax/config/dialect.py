@@ -64,9 +64,7 @@ def compose(text: str) -> yaml.Node | None:
         return yaml.compose(text, Loader=_Loader)
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        raise DialectError(
-            line, f"not valid YAML: the character {chr(error.character)!r} is not allowed"
-        ) from error
+        raise DialectError(line, f"not valid YAML: the character {chr(error.character)!r} is not allowed") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         hint = "; a value that starts with * needs quotes" if error.context == "while scanning an alias" else ""

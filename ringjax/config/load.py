@@ -109,9 +109,7 @@ class _Draft:
             try:
                 # The shell has eaten the quotes of a pattern; aliases have no meaning here.
                 node = (
-                    yaml.ScalarNode("tag:yaml.org,2002:str", text)
-                    if text.startswith("*")
-                    else dialect.compose(text)
+                    yaml.ScalarNode("tag:yaml.org,2002:str", text) if text.startswith("*") else dialect.compose(text)
                 )
                 value = None if node is None else dialect.construct(node)
             except dialect.DialectError as error:

@@ -90,15 +90,11 @@ class OptimConfig(Section):
     lr: float = Field(default=1e-3, gt=0, description="peak learning rate")
     warmup_steps: NonNegative = Field(default=20, description="steps of linear warm-up; cosine decay follows")
     final_lr_ratio: Unit = Field(default=0.1, description="learning rate at the last step, as a share of lr")
-    weight_decay: float = Field(
-        default=0.1, ge=0, description="decoupled weight decay of matrices; norms have none"
-    )
+    weight_decay: float = Field(default=0.1, ge=0, description="decoupled weight decay of matrices; norms have none")
     b1: float = Field(default=0.9, ge=0, lt=1, description="decay of the first moment")
     b2: float = Field(default=0.95, ge=0, lt=1, description="decay of the second moment")
     eps: float = Field(default=1e-8, gt=0, description="added to the root of the second moment")
-    clip_norm: float | None = Field(
-        default=1.0, gt=0, description="largest global gradient norm; null = no clipping"
-    )
+    clip_norm: float | None = Field(default=1.0, gt=0, description="largest global gradient norm; null = no clipping")
     accumulate: Count = Field(default=1, description="parts a batch is cut into, one after another")
 
 

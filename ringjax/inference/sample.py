@@ -47,9 +47,7 @@ def generate(
       ValueError: the prompt is empty, count is negative, or num_ids is beyond the model's vocabulary.
     """
     if len(prompt) < 1 or count < 0:
-        raise ValueError(
-            f"generate needs a prompt of at least 1 token and count >= 0, got {len(prompt)} and {count}"
-        )
+        raise ValueError(f"generate needs a prompt of at least 1 token and count >= 0, got {len(prompt)} and {count}")
     if not 1 <= num_ids <= decoder.vocab_size:
         raise ValueError(f"num_ids must be 1 to {decoder.vocab_size}, the model's vocabulary, got {num_ids}")
     sizes = dict(jax.sharding.get_abstract_mesh().shape)

@@ -217,9 +217,7 @@ class Trainer:
             self.start, self.state = self._checkpoints.restore(abstract)
             self.notes.append(f"continuing from the checkpoint of step {self.start} in {self.folder.path}")
         else:
-            start = jax.jit(
-                lambda: initial_state(config, self.vocab_size, optimizer), out_shardings=self._shardings
-            )
+            start = jax.jit(lambda: initial_state(config, self.vocab_size, optimizer), out_shardings=self._shardings)
             self.start, self.state = 0, start()
 
     def _compile(self, batch: Batch) -> jax.stages.Compiled:
@@ -230,8 +228,7 @@ class Trainer:
         """A batch on the devices, each with its own slots."""
         sharding = activation_sharding(self.mesh, "batch", "seq")
         return {
-            name: jax.make_array_from_callback(leaf.shape, sharding, leaf.__getitem__)
-            for name, leaf in batch.items()
+            name: jax.make_array_from_callback(leaf.shape, sharding, leaf.__getitem__) for name, leaf in batch.items()
         }
 
     def _finish(self, step: int, metrics: Metrics) -> StepResult:

@@ -1,7 +1,7 @@
 """One attention problem, its float64 answer, and the same problem run through the ring."""
 
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
-from ringjax.attention import Mask, get_layout, reference_attention, ring_attention
+from ringjax.attention import Mask, alibi_slopes, get_layout, reference_attention, ring_attention
 from ringjax.attention.kernels import BlockKernel
 
-RESULTS = ("out", "lse", "dq", "dk", "dv")
+RESULTS = ("out", "lse", "dq", "dk", "dv", "dsinks")
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,15 @@ class Problem:
     dim: int = 8
     value_dim: int = 8
     batch: int = 2
-    causal: bool = True
+    mask: Mask = Mask()  # noqa: RUF009 (frozen)
     packed: bool = False
+    placed: str = ""  # positions as data: "shuffled", or "document" for those within each document
+    softcap: float | None = None
+    alibi: bool = False
+    dropout: float = 0.0
+    with_sinks: bool = False
     structured: bool = False
     dtype: str = "float32"
-
-    @property
-    def mask(self) -> Mask:
-        return Mask(causal=self.causal)
 
     @cached_property
     def segments(self) -> np.ndarray | None:
@@ -45,6 +46,33 @@ class Problem:
         ids[:, -3:] = -1
         ids[0, 10:12] = -2
         return ids
+
+    @cached_property
+    def positions(self) -> np.ndarray | None:
+        """What the tokens give as their positions."""
+        if self.placed == "shuffled":
+            rng = np.random.default_rng(2)
+            return np.stack([rng.permutation(self.seq) for _ in range(self.batch)]).astype(np.int32)
+        if self.placed == "document":
+            assert self.segments is not None
+            first = np.array([[np.argmax(row == one) for one in row] for row in self.segments])
+            return (np.arange(self.seq) - first).astype(np.int32)
+        return None
+
+    @cached_property
+    def sinks(self) -> np.ndarray | None:
+        """A logit per head."""
+        return np.linspace(-1, 2, self.heads, dtype=np.float32) if self.with_sinks else None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What ring and oracle are asked for alike, besides arrays of tokens."""
+        options: dict[str, Any] = {"mask": self.mask, "softcap": self.softcap}
+        if self.alibi:
+            options["alibi_slopes"] = alibi_slopes(self.heads)
+        if self.dropout:
+            options |= {"dropout_rate": self.dropout, "dropout_seed": 3}
+        return options
 
     @cached_property
     def inputs(self) -> tuple[np.ndarray, ...]:
@@ -69,39 +97,57 @@ class Problem:
     def answer(self) -> dict[str, np.ndarray]:
         """The oracle's results in float64."""
         with jax.enable_x64():
-            arrays = [jnp.asarray(x, jnp.float64) for x in self.inputs]
-            results = _oracle(self.mask, self.segments, *arrays)
-            return dict(zip(RESULTS, map(np.asarray, results), strict=True))
+            *inputs, dout, dlse = (jnp.asarray(x, jnp.float64) for x in self.inputs)
+            sinks = () if self.sinks is None else (jnp.asarray(self.sinks, jnp.float64),)
+
+            def attend(q, k, v, *sinks):
+                more = {"sinks": sinks[0]} if sinks else {}
+                tokens = {"segment_ids": self.segments, "positions": self.positions}
+                return reference_attention(q, k, v, **tokens, **self.options, **more)
+
+            results, pullback = jax.vjp(attend, *inputs, *sinks)
+            return dict(zip(RESULTS, map(np.asarray, (*results, *pullback((dout, dlse)))), strict=False))
 
     def run(self, ring: int, layout: str, kernel: str | BlockKernel = "xla", **more: Any) -> dict[str, np.ndarray]:
         """The ring's results, back in natural order."""
         order = get_layout(layout)
-        *inputs, dlse = (order.permute(x, ring) for x in self.inputs)
-        segments = None if self.segments is None else order.permute(self.segments, ring)
-        attend = partial(
-            ring_attention,
-            **{"mesh": ring_mesh(ring), "layout": layout, "mask": self.mask, "segment_ids": segments} | more,
-            kernel=kernel,
-            return_lse=True,
-        )
-        (out, lse), pullback = jax.vjp(attend, *inputs[:3])
-        results = (out, lse, *pullback((jnp.asarray(inputs[3]), jnp.asarray(dlse))))
-        return {name: order.unpermute(np.asarray(x), ring) for name, x in zip(RESULTS, results, strict=True)}
+
+        def permuted(x: np.ndarray | None) -> np.ndarray | None:
+            return None if x is None else order.permute(x, ring)
+
+        *inputs, dout, dlse = (order.permute(x, ring) for x in self.inputs)
+        settings = {
+            "mesh": ring_mesh(ring),
+            "layout": layout,
+            "segment_ids": permuted(self.segments),
+            "positions": permuted(self.positions),
+            "kernel": kernel,
+            **self.options,
+            **more,
+        }
+        sinks = () if self.sinks is None else (jnp.asarray(self.sinks),)
+
+        def attend(q, k, v, *sinks):
+            with_sinks = {"sinks": sinks[0]} if sinks else {}
+            return ring_attention(q, k, v, **settings, **with_sinks, return_lse=True)
+
+        (out, lse), pullback = jax.vjp(attend, *inputs, *sinks)
+        *gradients, last = pullback((jnp.asarray(dout), jnp.asarray(dlse)))
+        rows = (out, lse, *gradients) if sinks else (out, lse, *gradients, last)
+        found = {name: order.unpermute(np.asarray(x), ring) for name, x in zip(RESULTS, rows, strict=False)}
+        return found | ({"dsinks": np.asarray(last)} if sinks else {})
 
     def errors(self, results: dict[str, np.ndarray]) -> dict[str, float]:
         """Relative Frobenius errors; rows without keys must have lse -inf exactly."""
+        assert results.keys() == self.answer.keys()
         lse = self.answer["lse"]
         np.testing.assert_array_equal(np.isneginf(results["lse"]), np.isneginf(lse))
         return {
-            name: relative_error(np.where(np.isneginf(x), 0, x), np.where(np.isneginf(want), 0, want))
-            for name, x, want in ((name, results[name], self.answer[name]) for name in RESULTS)
+            name: relative_error(
+                np.where(np.isneginf(results[name]), 0, results[name]), np.where(np.isneginf(want), 0, want)
+            )
+            for name, want in self.answer.items()
         }
-
-
-@partial(jax.jit, static_argnums=0)
-def _oracle(mask: Mask, segments, q, k, v, dout, dlse):
-    (out, lse), pullback = jax.vjp(lambda *x: reference_attention(*x, mask=mask, segment_ids=segments), q, k, v)
-    return out, lse, *pullback((dout, dlse))
 
 
 def relative_error(got: np.ndarray, want: np.ndarray) -> float:

@@ -1,11 +1,14 @@
 """Mistakes are refused before work starts, with what was required, what was given and what to change."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
-from ringjax.attention import Mask, ring_attention
+from ringjax.attention import Mask, ring_attention, ring_attention_shard
 
 
 def arrays(q=(2, 16, 4, 8), k=(2, 16, 2, 8), v=(2, 16, 2, 8), dtype=jnp.float32):
@@ -16,26 +19,48 @@ TOKENS = jnp.zeros((2, 16), jnp.int32)
 
 CASES = {
     "rank": (arrays(q=(16, 4, 8)), {}, r"q must be \[B, S, H, D\].*got q \(16, 4, 8\)"),
-    "lengths": (arrays(k=(2, 8, 2, 8)), {}, "the same batch size and sequence length"),
-    "batches": (arrays(v=(1, 16, 2, 8)), {}, "the same batch size and sequence length"),
+    "lengths": (arrays(k=(2, 8, 2, 8)), {}, "k \\(2, 8, 2, 8\\), v \\(2, 16, 2, 8\\)"),
+    "batches": (arrays(v=(1, 16, 2, 8)), {}, "one batch size, k and v one sequence length"),
     "head dim": (arrays(k=(2, 16, 2, 4)), {}, "the same head dim"),
     "kv heads": (arrays(v=(2, 16, 1, 8)), {}, "k and v must have the same number of heads"),
     "groups": (arrays(q=(2, 16, 3, 8)), {}, "a multiple of the number of key/value heads"),
     "empty": (arrays(q=(0, 16, 4, 8), k=(0, 16, 2, 8), v=(0, 16, 2, 8)), {}, "no dim of q, k, v may be empty"),
     "integers": (arrays(dtype=jnp.int32), {}, "one dtype, of float32, bfloat16, float16; got q int32"),
     "mixed": ([*arrays()[:2], arrays(dtype=jnp.bfloat16)[2]], {}, "one dtype.*v bfloat16"),
-    "cut": (
-        arrays((2, 12, 4, 8), (2, 12, 2, 8), (2, 12, 2, 8)),
-        {"layout": "zigzag"},
-        "multiple of 8, got 12; use 8",
-    ),
     "layout": (arrays(), {"layout": "spiral"}, "unknown layout 'spiral'"),
     "kernel": (arrays(), {"kernel": "magic"}, "unknown kernel 'magic'"),
     "strategy": (arrays(), {"strategy": "telepathy"}, "unknown strategy 'telepathy'"),
-    "window": (arrays(), {"mask": Mask(window=4)}, "mask.window is not supported yet"),
-    "prefix": (arrays(), {"mask": Mask(prefix_length=4)}, "mask.prefix_length is not supported yet"),
-    "softcap": (arrays(), {"softcap": 30.0}, "softcap is not supported yet"),
-    "sinks": (arrays(), {"sinks": jnp.zeros(4)}, "sinks is not supported yet"),
+    "softcap": (arrays(), {"softcap": 0.0}, "softcap must be None or a finite number above 0, static; got 0.0"),
+    "softcap type": (arrays(), {"softcap": True}, "softcap must be None or a finite number above 0.*True"),
+    "sinks shape": (
+        arrays(),
+        {"sinks": jnp.zeros(3)},
+        r"sinks must be floating.*\[H\] = \(4,\); got float32 \(3,\)",
+    ),
+    "sinks type": (arrays(), {"sinks": jnp.zeros(4, jnp.int32)}, "sinks must be floating-point.*int32"),
+    "sinks list": (arrays(), {"sinks": [0.0] * 4}, "sinks must be floating-point"),
+    "slopes shape": (arrays(), {"alibi_slopes": np.ones(2)}, r"alibi_slopes must be finite.*\[H\] = \(4,\)"),
+    "slopes": (arrays(), {"alibi_slopes": [1.0, 2.0, 3.0, np.inf]}, "alibi_slopes must be finite"),
+    "rate": (arrays(), {"dropout_rate": 1.0}, "dropout_rate must be a number of at least 0 and below 1.*got 1.0"),
+    "no seed": (arrays(), {"dropout_rate": 0.1}, "there is no dropout_seed: give an integer or a jax.random key"),
+    "seed": (arrays(), {"dropout_rate": 0.1, "dropout_seed": 1.5}, "dropout_seed must be one integer.*got 1.5"),
+    "seeds": (arrays(), {"dropout_rate": 0.1, "dropout_seed": jnp.arange(3)}, r"dropout_seed.*int32 \(3,\)"),
+    "cross": (
+        arrays(k=(2, 8, 2, 8), v=(2, 8, 2, 8)),
+        {},
+        r"q has 16 tokens and k 8, and the mask compares positions",
+    ),
+    "cross segments": (
+        arrays(k=(2, 8, 2, 8), v=(2, 8, 2, 8)),
+        {"mask": Mask(causal=False), "segment_ids": TOKENS},
+        "segment_ids cannot serve for both: give kv_segment_ids too",
+    ),
+    "keys alone": (arrays(), {"kv_positions": TOKENS}, "kv_positions is given and positions is not: give both"),
+    "kv tokens": (
+        arrays(),
+        {"segment_ids": TOKENS, "kv_segment_ids": TOKENS[:1]},
+        r"kv_segment_ids must be integers of shape \[B, S\] = \(2, 16\); got int32 \(1, 16\)",
+    ),
     "seq axis": (arrays(), {"seq_axis": "ring"}, "the mesh has no axis 'ring', it has data, seq"),
     "batch axis": (arrays(), {"batch_axes": ("rows",)}, "the mesh has no axis 'rows'"),
     "head axis": (arrays(), {"head_axis": "tensor"}, "the mesh has no axis 'tensor'"),
@@ -80,8 +105,42 @@ def test_a_scale_that_is_traced(mesh_of):
 
 
 def test_is_refused_while_tracing_too(mesh_of):
+    with pytest.raises(ValueError, match="unknown layout 'spiral'"):
+        jax.eval_shape(lambda *x: ring_attention(*x, mesh=mesh_of(4), layout="spiral"), *arrays())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 0}, "Mask.window must be None or an integer of at least 1.*got 0"),
+        ({"window": 2.0}, "Mask.window must be None or an integer.*got 2.0"),
+        ({"prefix_length": -1}, "Mask.prefix_length must be None or an integer of at least 0.*got -1"),
+        ({"prefix_length": True}, "Mask.prefix_length must be None or an integer.*got True"),
+        ({"causal": 1}, "Mask.causal must be True or False, got 1"),
+        ({"window": 2**31}, "fits into int32"),
+    ],
+)
+def test_masks(options, message):
+    with pytest.raises(ValueError, match=message):
+        Mask(**options)
+
+
+def test_slopes_that_are_traced(mesh_of):
+    # They have no gradient, and a gradient of 0 would be a lie.
+    attend = jax.jit(lambda slopes: ring_attention(*arrays(), mesh=mesh_of(4), alibi_slopes=slopes))
+    with pytest.raises(ValueError, match="alibi_slopes are constants and have no gradient"):
+        attend(jnp.ones(4))
+
+
+def test_a_shard_outside_of_shard_map(mesh_of):
+    with pytest.raises(ValueError, match=r"inside a jax\.shard_map that is manual over seq_axis='seq'.*here: none"):
+        ring_attention_shard(*arrays())
+
+
+def test_a_shard_that_its_layout_cannot_cut(mesh_of):
+    spec = PartitionSpec(None, "seq")
+    attend = jax.shard_map(
+        partial(ring_attention_shard, layout="zigzag"), mesh=mesh_of(4), in_specs=(spec,) * 3, out_specs=spec
+    )
     with pytest.raises(ValueError, match="multiple of 8, got 12"):
-        jax.eval_shape(
-            lambda *x: ring_attention(*x, mesh=mesh_of(4), layout="zigzag"),
-            *arrays((2, 12, 4, 8), (2, 12, 2, 8), (2, 12, 2, 8)),
-        )
+        attend(*arrays((2, 12, 4, 8), (2, 12, 2, 8), (2, 12, 2, 8)))

@@ -60,7 +60,18 @@ def test_unpermute_undoes_permute(name, convert):
 def test_an_uneven_cut_is_refused_with_lengths_that_work(name, length, ring):
     layout = get_layout(name)
     with pytest.raises(ValueError, match=f"multiple of {layout.multiple(ring)}, got {length}; use"):
-        layout.positions(length, ring)
+        layout.check(length, ring)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_length_that_does_not_divide_leaves_slots_out(name):
+    layout = get_layout(name)
+    positions = layout.positions(13, 4)
+    np.testing.assert_array_equal(np.sort(positions), np.arange(13))
+    whole = layout.positions(16, 4)
+    np.testing.assert_array_equal(positions, whole[whole < 13])
+    x = np.arange(13)[None]
+    np.testing.assert_array_equal(layout.unpermute(layout.permute(x, 4), 4), x)
 
 
 def test_a_dim_that_is_not_there_is_refused():
@@ -71,5 +82,7 @@ def test_a_dim_that_is_not_there_is_refused():
 def test_unknown_names_and_empty_rings_are_refused():
     with pytest.raises(ValueError, match="unknown layout 'spiral'; the layouts are contiguous, zigzag, striped"):
         get_layout("spiral")
-    with pytest.raises(ValueError, match="at least 1 device, got 0"):
+    with pytest.raises(ValueError, match="the ring must be at least 1, got 0"):
         get_layout("zigzag").check(8, 0)
+    with pytest.raises(ValueError, match="the sequence length must be at least 1, got 0"):
+        get_layout("zigzag").positions(0, 2)

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from ringjax.attention import Mask
-from ringjax.attention.kernels import Order, Relation, XlaKernel, get_kernel
+from ringjax.attention.kernels import Lead, Order, Relation, XlaKernel, get_kernel
 from ringjax.attention.mask import Tokens
+from ringjax.attention.scores import Heads, ScoreRule
 
 BATCH, KV_HEADS, GROUP, DIM = 2, 2, 2, 4
 KERNELS = [
@@ -42,16 +43,18 @@ def dense_backward(q, k, v, p, delta, dout, scale):
     )
 
 
-def relation_and_sight(order, shift, q_len, k_len, packed):
+def relation_and_sight(order, lead, q_len, k_len, packed, mask=Mask()):  # noqa: B008 (frozen)
     """A relation, and by another way what it lets be seen."""
     rng = np.random.default_rng(3)
     q_index, k_index = np.arange(q_len)[:, None], np.arange(k_len)[None]
     q_positions, k_positions = (rng.integers(0, 20, (BATCH, n)).astype(np.int32) for n in (q_len, k_len))
-    seen = {
-        Order.ALL: np.ones((1, q_len, k_len), bool),
-        Order.LOWER: (q_index >= k_index + shift)[None],
-        Order.ANY: q_positions[:, :, None] >= k_positions[:, None],
+    ahead = {
+        Order.ALL: np.zeros((1, q_len, k_len), int),
+        Order.SLOTS: (lead.stride * (q_index - k_index) + lead.by)[None],
+        Order.ANY: q_positions[:, :, None] - k_positions[:, None],
     }[order]
+    far = 10**6 if mask.window is None else mask.window
+    seen = (ahead < far) & (ahead >= 0 if mask.causal else ahead > -far)
     seen = np.broadcast_to(seen, (BATCH, q_len, k_len))
     given = order is Order.ANY
     q_tokens = Tokens(jnp.asarray(q_positions) if given else None)
@@ -64,35 +67,37 @@ def relation_and_sight(order, shift, q_len, k_len, packed):
         seen = seen & same & (k_segments[:, None] >= 0)
         q_tokens = q_tokens._replace(segments=jnp.asarray(q_segments))
         k_tokens = k_tokens._replace(segments=jnp.asarray(k_segments))
-    return Relation(Mask(), order, shift, q_tokens, k_tokens), seen
+    return Relation(mask, order, lead, q_tokens, k_tokens), seen
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
 @pytest.mark.parametrize(
-    ("order", "shift", "q_len", "k_len", "packed"),
+    ("order", "lead", "q_len", "k_len", "packed", "mask"),
     [
-        (Order.ALL, 0, 16, 12, False),
-        (Order.ALL, 0, 13, 17, True),
-        (Order.LOWER, 0, 16, 16, True),
-        (Order.LOWER, 1, 13, 13, False),
-        (Order.ANY, 0, 17, 11, True),
+        (Order.ALL, Lead(), 16, 12, False, Mask()),
+        (Order.ALL, Lead(), 13, 17, True, Mask()),
+        (Order.SLOTS, Lead(), 16, 16, True, Mask()),
+        (Order.SLOTS, Lead(by=-1, low=-1), 13, 13, False, Mask()),
+        (Order.SLOTS, Lead(3, 2, -2, 2), 16, 16, False, Mask(window=14)),
+        (Order.SLOTS, Lead(1, 9, 9, 9), 16, 13, False, Mask(causal=False, window=8)),
+        (Order.ANY, Lead(), 17, 11, True, Mask(window=9)),
     ],
 )
-def test_equals_the_formula(kernel, order, shift, q_len, k_len, packed):
+def test_equals_the_formula(kernel, order, lead, q_len, k_len, packed, mask):
     rng = np.random.default_rng(0)
     q, dout = (rng.normal(size=(BATCH, KV_HEADS, GROUP, q_len, DIM)) for _ in range(2))
     k, v = (rng.normal(size=(BATCH, KV_HEADS, k_len, DIM)) for _ in range(2))
     delta = rng.normal(size=(BATCH, KV_HEADS, GROUP, q_len))
-    relation, seen = relation_and_sight(order, shift, q_len, k_len, packed)
+    relation, seen = relation_and_sight(order, lead, q_len, k_len, packed, mask)
     out, lse, p = dense(q, k, v, seen, 0.3)
     # Keys elsewhere have raised the lse: the backward pass must use the one it is given.
     global_lse = lse + 0.5
     gradients = dense_backward(q, k, v, p * np.exp(-0.5), delta, dout, 0.3)
 
     arrays = [jnp.asarray(x, jnp.float32) for x in (q, k, v)]
-    part = jax.jit(lambda *x: kernel.forward(*x, relation, 0.3))(*arrays)
+    part = jax.jit(lambda *x: kernel.forward(*x, relation, ScoreRule(0.3), Heads()))(*arrays)
     rows = [jnp.asarray(x, jnp.float32) for x in (global_lse, delta, dout)]
-    got = jax.jit(lambda *x: kernel.backward(*x[:3], relation, 0.3, *x[3:]))(*arrays, *rows)
+    got = jax.jit(lambda *x: kernel.backward(*x[:3], relation, ScoreRule(0.3), Heads(), *x[3:]))(*arrays, *rows)
 
     np.testing.assert_allclose(part.out, out, atol=2e-6)
     np.testing.assert_allclose(part.lse, lse, rtol=2e-6, atol=2e-6)
@@ -101,16 +106,17 @@ def test_equals_the_formula(kernel, order, shift, q_len, k_len, packed):
         np.testing.assert_allclose(mine, want, atol=1e-5)
 
 
-def test_tiles_that_nothing_can_see_are_not_computed():
-    # A tile of nothing but NaN is behind the condition: computing it and masking it would still give NaN * 0.
+def test_broken_values_stay_with_those_who_see_them():
     kernel, length = XlaKernel(q_tile=4, k_tile=4), 16
     segments = jnp.repeat(jnp.arange(4), 4)[None]
     tokens = Tokens(segments=segments)
-    relation = Relation(Mask(), Order.LOWER, 0, tokens, tokens)
+    relation = Relation(Mask(), Order.SLOTS, Lead(), tokens, tokens)
     x = np.ones((1, 1, 1, length, DIM), np.float32)
     v = np.ones((1, 1, length, DIM), np.float32)
     v[:, :, 4:8] = np.nan
-    out = kernel.forward(jnp.asarray(x), jnp.asarray(x[:, :, 0]), jnp.asarray(v), relation, 1.0).out
+    out = kernel.forward(
+        jnp.asarray(x), jnp.asarray(x[:, :, 0]), jnp.asarray(v), relation, ScoreRule(1.0), Heads()
+    ).out
     assert np.isnan(out[..., 4:8, :]).all()
     assert np.isfinite(np.delete(out, np.s_[4:8], axis=3)).all()
 

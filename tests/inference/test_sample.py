@@ -22,9 +22,7 @@ CONFIG = ModelConfig(layers=2, dim=32, heads=4, kv_heads=2, head_dim=8, mlp_dim=
 def build(layout: str = "zigzag") -> Decoder:
     """A decoder whose choices are far apart: an untrained one hardly prefers any token."""
     attention = AttentionConfig(layout=layout)  # type: ignore[arg-type]
-    decoder = Decoder(
-        CONFIG, VOCAB, attention=attention, dtype=jnp.dtype("float32"), remat="none", rngs=nnx.Rngs(0)
-    )
+    decoder = Decoder(CONFIG, VOCAB, attention=attention, dtype=jnp.dtype("float32"), remat="none", rngs=nnx.Rngs(0))
     decoder.head[...] = 20 * decoder.head[...]
     return decoder
 

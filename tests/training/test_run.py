@@ -306,9 +306,7 @@ def test_a_run_folder_that_fills_up(whole, command, tmp_path):
     status, out, err = finish(command(folder), limit=LIMIT)
     assert status == 1
     assert f"step {STEPS}/{STEPS}" in out
-    start = (
-        f"error: the checkpoint of step {STEPS} could not be written to {folder / 'checkpoints'}: File too large"
-    )
+    start = f"error: the checkpoint of step {STEPS} could not be written to {folder / 'checkpoints'}: File too large"
     assert err.startswith(start)
     assert err.count("\n") == 1
     assert checkpoints(folder) == [100]

@@ -1,7 +1,7 @@
 """Attention of one block against one block: the interface and its implementations."""
 
-from ringjax.attention.kernels.base import BlockKernel, Order, Relation
+from ringjax.attention.kernels.base import BlockKernel, Lead, Order, Relation
 from ringjax.attention.kernels.registry import get_kernel
 from ringjax.attention.kernels.xla import XlaKernel
 
-__all__ = ["BlockKernel", "Order", "Relation", "XlaKernel", "get_kernel"]
+__all__ = ["BlockKernel", "Lead", "Order", "Relation", "XlaKernel", "get_kernel"]

@@ -7,32 +7,49 @@ from typing import NamedTuple
 import jax
 
 from ringjax.attention.mask import Mask, Tokens
+from ringjax.attention.scores import Heads, ScoreRule
 from ringjax.attention.softmax import Partial
 
 
 class Order(Enum):
-    """What is known, before any data is seen, of the slots of a query block and of a key block."""
+    """What is known, before any data is seen, of the positions of a query block and of a key block."""
 
     ALL = "all"  # positions hide nothing
-    LOWER = "lower"  # query slot i sees key slot j when i >= j + shift, shift being 0 or 1
-    ANY = "any"  # the positions decide
+    SLOTS = "slots"  # `Lead` says how the positions follow from the slots
+    ANY = "any"  # the tokens say the positions
+
+
+class Lead(NamedTuple):
+    """How far a query is ahead of a key: query slot i minus key slot j is stride * (i - j) + by in positions.
+
+    Attributes:
+      stride: between neighbouring slots.
+      by: may be traced.
+      low: `by` is at least this, which is known beforehand.
+      high: `by` is at most this.
+    """
+
+    stride: int = 1
+    by: jax.Array | int = 0
+    low: int = 0
+    high: int = 0
 
 
 class Relation(NamedTuple):
     """Which keys of a block the queries of a block see.
 
     Attributes:
-      mask: applied to the positions if order is ANY.
+      mask: applied to the positions, unless order is ALL.
       order: what is known beforehand.
-      shift: for order LOWER; may be traced.
-      q_tokens: of the Lq queries; positions are given if order is ANY. Segments, if given, hide what is in another
-        document whatever the order says.
+      lead: for order SLOTS.
+      q_tokens: of the Lq queries. Positions are given if order is ANY or if the scores depend on them. Segments, if
+        given, hide what is in another document whatever the order says.
       k_tokens: of the Lk keys, likewise.
     """
 
     mask: Mask
     order: Order
-    shift: jax.Array | int
+    lead: Lead
     q_tokens: Tokens
     k_tokens: Tokens
 
@@ -40,15 +57,20 @@ class Relation(NamedTuple):
 class BlockKernel(ABC):
     """Attention of Lq queries over Lk keys on one device.
 
-    Shapes: q [B, K, G, Lq, D], k [B, K, Lk, D], v [B, K, Lk, Dv]. Scores are scale * q k^T. Everything is
-    accumulated in float32.
+    Shapes: q [B, K, G, Lq, D], k [B, K, Lk, D], v [B, K, Lk, Dv]. Everything is accumulated in float32. A value that
+    is not finite reaches no row that may not see it.
     """
 
     name: str
 
     @abstractmethod
-    def forward(self, q: jax.Array, k: jax.Array, v: jax.Array, relation: Relation, scale: float) -> Partial:
-        """Attention over these keys alone: out [B, K, G, Lq, Dv] and lse [B, K, G, Lq], both float32."""
+    def forward(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, relation: Relation, rule: ScoreRule, heads: Heads
+    ) -> Partial:
+        """Attention over these keys alone: out [B, K, G, Lq, Dv] and lse [B, K, G, Lq], both float32.
+
+        Dropout acts on out, not on lse: what is dropped still counts in the softmax.
+        """
 
     @abstractmethod
     def backward(
@@ -57,21 +79,26 @@ class BlockKernel(ABC):
         k: jax.Array,
         v: jax.Array,
         relation: Relation,
-        scale: float,
+        rule: ScoreRule,
+        heads: Heads,
         lse: jax.Array,
         delta: jax.Array,
         dout: jax.Array,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """These keys' share of the gradients.
+        """Share of these keys in the gradients.
+
+        With p = exp(s - lse): ds = p (keep / (1 - rate) dout . v - delta), dq = ds k, dk = ds^T q (through scale and
+        softcap), dv = (p keep / (1 - rate))^T dout.
 
         Args:
-          q: as in `forward`, like k, v, relation and scale.
-          k: see q.
-          v: see q.
-          relation: see q.
-          scale: see q.
-          lse: [B, K, G, Lq] float32, over *all* keys of the row, wherever they are.
-          delta: [B, K, G, Lq] float32, rowsum(dout * out) - dlse, likewise over all keys.
+          q: queries.
+          k: keys.
+          v: values.
+          relation: what sees what.
+          rule: what happens to the scores.
+          heads: what differs between sequences and heads, [B, K, G].
+          lse: [B, K, G, Lq], over all keys, also those of other blocks; -inf for rows that see none.
+          delta: [B, K, G, Lq], rowsum(dout * out) - dlse, with the out over all keys.
           dout: [B, K, G, Lq, Dv].
 
         Returns:

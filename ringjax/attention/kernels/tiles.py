@@ -6,6 +6,7 @@ key/value head; s the keys of a tile.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,30 @@ import numpy as np
 
 from ringjax.attention.kernels.base import Order, Relation
 from ringjax.attention.mask import Tokens, may_meet, visible
+from ringjax.attention.scores import Heads, ScoreRule, alibi_bias, keep
 
 State = tuple[jax.Array, ...]
+
+
+class Pair(NamedTuple):
+    """One pair of tiles.
+
+    Attributes:
+      i: tile of queries.
+      j: tile of keys.
+      q: what decides which of the keys the queries see: tokens of [n, q]. All None if they see all of them.
+      k: likewise, [n, s].
+    """
+
+    i: jax.Array
+    j: jax.Array
+    q: Tokens
+    k: Tokens
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether every query sees every key."""
+        return all(x is None for x in self.q)
 
 
 @dataclass(frozen=True)
@@ -23,19 +46,25 @@ class Tiles:
 
     Attributes:
       relation: what sees what, with tokens of [n, L].
+      rule: what happens to scores.
+      heads: of [n, G].
       group: G.
       q_len: queries of the block.
       k_len: keys of the block.
       q_tile: queries of a tile, for each of the G heads.
       k_tile: keys of a tile.
+      keys_first: whether scores are [n, s, x] and not [n, x, s].
     """
 
     relation: Relation
+    rule: ScoreRule
+    heads: Heads
     group: int
     q_len: int
     k_len: int
     q_tile: int
     k_tile: int
+    keys_first: bool
 
     def cut_q(self, x: jax.Array, fill: float = 0.0) -> jax.Array:
         """[n, G, Lq, ...] -> [tiles, n, x, ...]"""
@@ -55,47 +84,58 @@ class Tiles:
         """The inverse of cut_k."""
         return _join(tiles, 1, self.k_len)
 
-    def hide(self, scores_nxs: jax.Array, seen: jax.Array | None) -> jax.Array:
-        """Scores with -inf where nothing is seen."""
-        if seen is None:
-            return scores_nxs
-        grouped = scores_nxs.reshape(-1, self.group, self.q_tile, self.k_tile)
-        return jnp.where(seen[:, None], grouped, -jnp.inf).reshape(scores_nxs.shape)
+    def along_q(self, x_nx: jax.Array) -> jax.Array:
+        """One value per query, to broadcast against scores."""
+        return x_nx[:, None] if self.keys_first else x_nx[:, :, None]
 
-    def hide_transposed(self, scores_nsx: jax.Array, seen: jax.Array | None) -> jax.Array:
-        """As `hide`, for scores with the keys first."""
-        if seen is None:
-            return scores_nsx
-        grouped = scores_nsx.reshape(-1, self.k_tile, self.group, self.q_tile)
-        return jnp.where(seen.swapaxes(1, 2)[:, :, None], grouped, -jnp.inf).reshape(scores_nsx.shape)
+    def along_k(self, x_ns: jax.Array) -> jax.Array:
+        """One value per key, to broadcast against scores."""
+        return x_ns[:, :, None] if self.keys_first else x_ns[:, None]
+
+    def seen(self, pair: Pair) -> jax.Array | None:
+        """Which scores of a pair count, of the shape of the scores; None = all."""
+        seen = visible(self.relation.mask, self._spread_q(pair.q), self._spread_k(pair.k))
+        return None if seen is None else self._as_scores(seen)
+
+    def bias(self, pair: Pair) -> jax.Array | None:
+        """What is added to the scores of a pair."""
+        if not self.rule.alibi:
+            return None
+        return self._as_scores(alibi_bias(self._spread_heads(self.heads.slopes), *self._positions(pair)))
+
+    def keep(self, pair: Pair) -> jax.Array | None:
+        """What the weights of a pair are multiplied by."""
+        rate = self.rule.dropout
+        if not rate:
+            return None
+        kept = keep(self._spread_heads(self.heads.noise), *self._positions(pair), rate)
+        return self._as_scores(jnp.where(kept, jnp.float32(1 / (1 - rate)), 0.0))
 
     def loop(self, step: Callable[..., State], state: State, sides: str) -> State:
-        """Visit every needed pair of tiles: `step(tile of the state, i, j, what is seen)` -> new tile.
+        """Visit every needed pair of tiles: `step(tile of the state, pair)` -> new tile.
 
         `sides` says for each array of the state whether its tiles belong to queries ("q") or to keys ("k"). `step`
         works on tiles and not on the whole state, so that the condition around it moves no more than one tile.
         """
         clear, edge = self._pairs()
-        q_tokens, k_tokens = self._tokens()
-        for pairs, by_position in ((clear, False), (edge, True)):
-            if len(pairs):
-                q_side = q_tokens if by_position else q_tokens._replace(positions=None)
-                k_side = k_tokens if by_position else k_tokens._replace(positions=None)
-                state = self._visit(step, state, sides, pairs, q_side, k_side)
+        q, k = self._sight()
+        if len(clear):
+            state = self._visit(step, state, sides, clear, q._replace(positions=None), k._replace(positions=None))
+        if len(edge):
+            state = self._visit(step, state, sides, edge, q, k)
         return state
 
-    def _visit(self, step, state: State, sides: str, pairs: np.ndarray, q_tokens, k_tokens) -> State:
-        mask = self.relation.mask
-        meet = may_meet(mask, q_tokens, k_tokens)
-        needed = None if meet is None else meet[pairs[:, 0], pairs[:, 1]]
+    def _visit(self, step, state: State, sides: str, pairs: np.ndarray, q: Tokens, k: Tokens) -> State:
+        needed = self._needed(pairs, q, k)
 
-        def body(state: State, pair: tuple) -> tuple[State, None]:
-            i, j, need = pair
+        def body(state: State, at: tuple) -> tuple[State, None]:
+            i, j, need = at
             index = [i if side == "q" else j for side in sides]
             tile = tuple(x[at] for x, at in zip(state, index, strict=True))
+            pair = Pair(i, j, _tile(q, i), _tile(k, j))
 
             def attend(tile: State) -> State:
-                return step(tile, i, j, visible(mask, _tile(q_tokens, i), _tile(k_tokens, j)))
+                return step(tile, pair)
 
             tile = attend(tile) if need is None else jax.lax.cond(need, attend, lambda tile: tile, tile)
             return tuple(x.at[at].set(new) for x, at, new in zip(state, index, tile, strict=True)), None
@@ -104,36 +144,93 @@ class Tiles:
             return body(state, (pairs[0, 0], pairs[0, 1], None if needed is None else needed[0]))[0]
         return jax.lax.scan(body, state, (pairs[:, 0], pairs[:, 1], needed))[0]
 
-    def _tokens(self) -> tuple[Tokens, Tokens]:
-        """Tokens of the queries and of the keys, [tiles, n or 1, tokens of a tile]."""
+    def _needed(self, pairs: np.ndarray, q: Tokens, k: Tokens) -> jax.Array | None:
+        """Which pairs have to be visited; None = all."""
+        lead = self.relation.lead
+        if self.relation.order is Order.SLOTS and lead.low == lead.high:
+            # Positions are known beforehand, and `_pairs` has left out what they hide.
+            q, k = q._replace(positions=None), k._replace(positions=None)
+        meet = may_meet(self.relation.mask, q, k)
+        return None if meet is None else meet[pairs[:, 0], pairs[:, 1]]
+
+    def _sight(self) -> tuple[Tokens, Tokens]:
+        """What decides what is seen: tokens of queries and of keys, [tiles, n or 1, tokens of a tile]."""
         q, k = self.relation.q_tokens, self.relation.k_tokens
-        if self.relation.order is Order.LOWER:
-            q = q._replace(positions=jnp.arange(self.q_len)[None])
-            k = k._replace(positions=jnp.arange(self.k_len)[None] + self.relation.shift)
+        if self.relation.order is Order.SLOTS:
+            lead = self.relation.lead
+            q = q._replace(positions=lead.stride * jnp.arange(self.q_len, dtype=jnp.int32)[None] + lead.by)
+            k = k._replace(positions=lead.stride * jnp.arange(self.k_len, dtype=jnp.int32)[None])
         if (self.q_len % self.q_tile or self.k_len % self.k_tile) and q.segments is None:
             # Tokens added to fill a tile are padding, which segments express.
             q = q._replace(segments=jnp.zeros((1, self.q_len), jnp.int32))
             k = k._replace(segments=jnp.zeros((1, self.k_len), jnp.int32))
         return _cut_tokens(q, self.q_tile), _cut_tokens(k, self.k_tile)
 
+    def _positions(self, pair: Pair) -> tuple[jax.Array, jax.Array]:
+        """True positions of a pair's queries and keys, spread."""
+        q, k = self.relation.q_tokens.positions, self.relation.k_tokens.positions
+        assert q is not None, "scores depend on positions that are not given"
+        assert k is not None, "scores depend on positions that are not given"
+        q, k = _cut(q, 1, self.q_tile, 0)[pair.i], _cut(k, 1, self.k_tile, 0)[pair.j]
+        spread_q, spread_k = self._spread_q(Tokens(q)).positions, self._spread_k(Tokens(k)).positions
+        return spread_q, spread_k  # type: ignore[return-value]
+
     def _pairs(self) -> tuple[np.ndarray, np.ndarray]:
         """Pairs (i, j) whose positions hide nothing, and pairs whose positions have to be compared."""
         counts = -(-self.q_len // self.q_tile), -(-self.k_len // self.k_tile)
         i, j = (x.ravel() for x in np.meshgrid(*(np.arange(n) for n in counts), indexing="ij"))
         none = np.zeros_like(i, bool)
-        below = (j + 1) * self.k_tile <= i * self.q_tile
-        touched = j * self.k_tile < (i + 1) * self.q_tile
-        clear, edge = {
-            Order.ALL: (~none, none),
-            Order.ANY: (none, ~none),
-            Order.LOWER: (below, touched & ~below),
-        }[self.relation.order]
+        clear, edge = none, none
+        match self.relation.order:
+            case Order.ALL:
+                clear = ~none
+            case Order.ANY:
+                edge = ~none
+            case Order.SLOTS:
+                lead, (low, high) = self.relation.lead, self.relation.mask.differences
+                first = (i * self.q_tile, j * self.k_tile)
+                last = (
+                    np.minimum(first[0] + self.q_tile, self.q_len) - 1,
+                    np.minimum(first[1] + self.k_tile, self.k_len) - 1,
+                )
+                least = lead.stride * (first[0] - last[1]) + lead.low
+                most = lead.stride * (last[0] - first[1]) + lead.high
+                clear = (least >= low) & (most <= high)
+                edge = (most >= low) & (least <= high) & ~clear
         pairs = np.stack([i, j], axis=1).astype(np.int32)
         return pairs[clear], pairs[edge]
 
+    def _spread_q(self, q: Tokens) -> Tokens:
+        """[n, q] so that it broadcasts against [n, G, q, s], or against [n, s, G, q]."""
+        return jax.tree.map(lambda x: x[:, None, None, :] if self.keys_first else x[:, None, :, None], q)
+
+    def _spread_k(self, k: Tokens) -> Tokens:
+        """[n, s], likewise."""
+        return jax.tree.map(lambda x: x[:, :, None, None] if self.keys_first else x[:, None, None, :], k)
+
+    def _spread_heads(self, x: jax.Array | None) -> jax.Array:
+        """[n, G], likewise."""
+        assert x is not None, "what differs between heads is not given"
+        return x[:, None, :, None] if self.keys_first else x[:, :, None, None]
+
+    def _as_scores(self, x: jax.Array) -> jax.Array:
+        """From broadcasting over heads to the shape of scores."""
+        if self.keys_first:
+            x = jnp.broadcast_to(x, (x.shape[0], self.k_tile, self.group, self.q_tile))
+            return x.reshape(x.shape[0], self.k_tile, -1)
+        x = jnp.broadcast_to(x, (x.shape[0], self.group, self.q_tile, self.k_tile))
+        return x.reshape(x.shape[0], -1, self.k_tile)
+
 
 def by_rows(
-    attend: Callable[..., State], relation: Relation, arrays: tuple[jax.Array, ...], q_tile: int, k_tile: int
+    attend: Callable[..., State],
+    relation: Relation,
+    rule: ScoreRule,
+    heads: Heads,
+    arrays: tuple[jax.Array, ...],
+    q_tile: int,
+    k_tile: int,
+    keys_first: bool = False,
 ) -> State:
     """Run `attend(tiles, *arrays)` on as many rows at a time as have q_tile * k_tile scores in a pair of tiles.
 
@@ -142,9 +239,12 @@ def by_rows(
     Args:
       attend: works on arrays of [n, ...] and returns such.
       relation: what sees what, with tokens of [B or 1, L].
+      rule: what happens to scores.
+      heads: of [B, K, G].
       arrays: [B, K, ...] each; the first is q, the second k.
       q_tile: most queries in a tile, counted over the G heads.
       k_tile: most keys in a tile.
+      keys_first: whether scores are computed with the keys first.
 
     Returns:
       What `attend` returns, as [B, K, ...].
@@ -159,19 +259,15 @@ def by_rows(
         return x.reshape(count // rows, rows, *x.shape[2:])
 
     def cut_tokens(tokens: Tokens) -> Tokens:
-        return Tokens(
-            *(
-                None if x is None else cut(jnp.broadcast_to(x[:, None], (batch, kv_heads, x.shape[1])))
-                for x in tokens
-            )
-        )
+        return jax.tree.map(lambda x: cut(jnp.broadcast_to(x[:, None], (batch, kv_heads, x.shape[1]))), tokens)
 
     def run(some: tuple) -> State:
-        q_tokens, k_tokens, arrays = some
+        q_tokens, k_tokens, heads, arrays = some
         here = relation._replace(q_tokens=q_tokens, k_tokens=k_tokens)
-        return attend(Tiles(here, group, q_len, k_len, q_tile, k_tile), *arrays)
+        return attend(Tiles(here, rule, heads, group, q_len, k_len, q_tile, k_tile, keys_first), *arrays)
 
-    cuts = (cut_tokens(relation.q_tokens), cut_tokens(relation.k_tokens), tuple(map(cut, arrays)))
+    tokens = cut_tokens(relation.q_tokens), cut_tokens(relation.k_tokens)
+    cuts = (*tokens, jax.tree.map(cut, heads), tuple(map(cut, arrays)))
     if rows == count:
         results = tuple(x[None] for x in run(jax.tree.map(lambda x: x[0], cuts)))
     else:
@@ -212,4 +308,4 @@ def _cut_tokens(tokens: Tokens, tile: int) -> Tokens:
 
 
 def _tile(tokens: Tokens, at: jax.Array) -> Tokens:
-    return Tokens(*(None if x is None else x[at] for x in tokens))
+    return jax.tree.map(lambda x: x[at], tokens)

@@ -4,6 +4,10 @@ Queries and keys are cut into tiles and one loop visits the pairs of tiles that 
 Pairs excluded by the order of the slots are never in the loop; pairs excluded by positions or segments, which are
 data, are in it behind a condition. The algorithm is that of FlashAttention-2 (arXiv:2307.08691). Letters as in
 `tiles`.
+
+A weight of 0 does not silence a value that is not finite, since 0 * NaN is NaN. Where some of the pairs of a tile are
+hidden, such queries and keys enter the products as zeros, and all weights of theirs that are seen become NaN instead:
+what is broken stays with those who may see it.
 """
 
 from dataclasses import dataclass
@@ -12,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from ringjax.attention.kernels.base import BlockKernel
-from ringjax.attention.kernels.tiles import State, Tiles, by_rows
+from ringjax.attention.kernels.tiles import Pair, State, Tiles, by_rows
 from ringjax.attention.softmax import Partial, filled, finite_or_zero
 
 
@@ -31,19 +35,24 @@ class XlaKernel(BlockKernel):
     k_tile: int = 512
     name = "xla"
 
-    def forward(self, q, k, v, relation, scale) -> Partial:
+    def forward(self, q, k, v, relation, rule, heads) -> Partial:
         def attend(tiles: Tiles, q: jax.Array, k: jax.Array, v: jax.Array) -> State:
             qs, ks, vs = tiles.cut_q(q), tiles.cut_k(k), tiles.cut_k(v)
             rows = qs.shape[:-1]
 
-            def step(tile: State, i: jax.Array, j: jax.Array, seen: jax.Array | None) -> State:
+            def step(tile: State, pair: Pair) -> State:
                 out, top, total = tile
-                scores = tiles.hide(_dot("nxd,nsd->nxs", qs[i], ks[j]) * scale, seen)
-                new_top = jnp.maximum(top, scores.max(-1))
+                (q,), (k, v), broken = _tame(tiles, pair, (qs[pair.i],), (ks[pair.j], vs[pair.j]))
+                scores, unit, _ = _scores(tiles, pair, _dot("nxd,nsd->nxs", q, k))
+                if (seen := tiles.seen(pair)) is not None:
+                    scores = jnp.where(seen, scores, -jnp.inf)
+                new_top = jnp.maximum(top, unit * scores.max(-1))
                 shift = finite_or_zero(new_top)
-                p = _made_once(jnp.exp(scores - shift[..., None]))
+                p = _made_once(_seen(jnp.exp(unit * scores - shift[..., None]), seen, broken))
                 old = jnp.exp(top - shift)
-                out = out * old[..., None] + _dot("nxs,nsd->nxd", p.astype(v.dtype), vs[j])
+                kept = tiles.keep(pair)
+                weights = p if kept is None else p * kept
+                out = out * old[..., None] + _dot("nxs,nsd->nxd", weights.astype(v.dtype), v)
                 return out, new_top, total * old + p.sum(-1)
 
             state = (filled(q, (*rows, v.shape[-1])), filled(q, rows, -jnp.inf), filled(q, rows))
@@ -51,9 +60,9 @@ class XlaKernel(BlockKernel):
             out = out / jnp.where(total == 0, 1.0, total)[..., None]
             return tiles.join_q(out), tiles.join_q(finite_or_zero(top) + jnp.log(total))
 
-        return Partial(*by_rows(attend, relation, (q, k, v), self.q_tile, self.k_tile))
+        return Partial(*by_rows(attend, relation, rule, heads, (q, k, v), self.q_tile, self.k_tile))
 
-    def backward(self, q, k, v, relation, scale, lse, delta, dout):
+    def backward(self, q, k, v, relation, rule, heads, lse, delta, dout):
         # Rows that see nothing, and rows added to fill a tile, get lse +inf: their probabilities are 0.
         lse = jnp.where(jnp.isneginf(lse), jnp.inf, lse)
 
@@ -61,24 +70,76 @@ class XlaKernel(BlockKernel):
             qs, ks, vs, douts = tiles.cut_q(q), tiles.cut_k(k), tiles.cut_k(v), tiles.cut_q(dout)
             lses, deltas = tiles.cut_q(lse, fill=jnp.inf), tiles.cut_q(delta)
 
-            def step(tile: State, i: jax.Array, j: jax.Array, seen: jax.Array | None) -> State:
+            def step(tile: State, pair: Pair) -> State:
                 # Scores have keys first: of the five products only dq's then contracts over leading dims, the slow
                 # kind on a CPU; with queries first, two would.
                 dq, dk, dv = tile
-                scores = tiles.hide_transposed(_dot("nsd,nxd->nsx", ks[j], qs[i]) * scale, seen)
-                p = _made_once(jnp.exp(scores - lses[i][:, None]))
-                dp = _dot("nsd,nxd->nsx", vs[j], douts[i])
-                ds = _made_once((p * (dp - deltas[i][:, None]) * scale).astype(q.dtype))
-                dq = dq + _dot("nsx,nsd->nxd", ds, ks[j])
-                dk = dk + _dot("nsx,nxd->nsd", ds, qs[i])
-                dv = dv + _dot("nsx,nxd->nsd", p.astype(dout.dtype), douts[i])
+                of_queries = (qs[pair.i], douts[pair.i], deltas[pair.i])
+                (q, dout, delta), (k, v), broken = _tame(tiles, pair, of_queries, (ks[pair.j], vs[pair.j]))
+                scores, unit, slope = _scores(tiles, pair, _dot("nsd,nxd->nsx", k, q))
+                p = jnp.exp(unit * scores - tiles.along_q(lses[pair.i]))
+                p = _made_once(_seen(p, tiles.seen(pair), broken))
+                dp = _dot("nsd,nxd->nsx", v, dout)
+                kept = tiles.keep(pair)
+                weights, dp = (p, dp) if kept is None else (p * kept, dp * kept)
+                ds = p * (dp - tiles.along_q(delta)) * tiles.rule.scale
+                ds = _made_once((ds if slope is None else ds * slope).astype(q.dtype))
+                dq = dq + _dot("nsx,nsd->nxd", ds, k)
+                dk = dk + _dot("nsx,nxd->nsd", ds, q)
+                dv = dv + _dot("nsx,nxd->nsd", weights.astype(dout.dtype), dout)
                 return dq, dk, dv
 
             state = tuple(filled(q, x.shape) for x in (qs, ks, vs))
             dq, dk, dv = tiles.loop(step, state, sides="qkk")
             return tiles.join_q(dq), tiles.join_k(dk), tiles.join_k(dv)
 
-        return by_rows(attend, relation, (q, k, v, lse, delta, dout), self.q_tile, self.k_tile)
+        arrays = (q, k, v, lse, delta, dout)
+        return by_rows(attend, relation, rule, heads, arrays, self.q_tile, self.k_tile, keys_first=True)
+
+
+def _scores(tiles: Tiles, pair: Pair, products: jax.Array) -> tuple[jax.Array, float, jax.Array | None]:
+    """Scores from the products of queries and keys.
+
+    Returns:
+      Scores in some unit; that unit; and the slope of the softcap there, None = 1. The products themselves are scores
+      in the unit of the scale: then multiplying is left to the exponential, and the row maxima, which a CPU takes in
+      a loop of their own, need no other array of this size.
+    """
+    rule = tiles.rule
+    bias = tiles.bias(pair)
+    if rule.scale > 0 and rule.softcap is None and bias is None:
+        return products, rule.scale, None
+    scores, slope = rule.cap(products * rule.scale)
+    return scores if bias is None else scores + bias, 1.0, slope
+
+
+def _seen(p: jax.Array, seen: jax.Array | None, broken: jax.Array | None) -> jax.Array:
+    """Weights with 0 where nothing is seen, and NaN where what is seen is broken.
+
+    NaN joins here and not before the exponential, which XLA does not always let it pass.
+    """
+    p = p if broken is None else p + broken
+    return p if seen is None else jnp.where(seen, p, 0.0)
+
+
+def _tame(tiles: Tiles, pair: Pair, of_queries: State, of_keys: State) -> tuple[State, State, jax.Array | None]:
+    """Both sides with what is not finite replaced by 0, and what to add to the weights: NaN there, else 0.
+
+    A query or key is replaced in all of its arrays if one of them has a value that is not finite.
+    """
+    if pair.is_clear:
+        return of_queries, of_keys, None
+
+    def tame(arrays: State) -> tuple[State, jax.Array]:
+        finite = [jnp.isfinite(x) if x.ndim == 2 else jnp.isfinite(x).all(-1) for x in arrays]
+        fine = finite[0]
+        for other in finite[1:]:
+            fine &= other
+        safe = tuple(jnp.where(fine if x.ndim == 2 else fine[..., None], x, jnp.zeros((), x.dtype)) for x in arrays)
+        return safe, jnp.where(fine, 0.0, jnp.nan)
+
+    (queries, bad_queries), (keys, bad_keys) = tame(of_queries), tame(of_keys)
+    return queries, keys, tiles.along_q(bad_queries) + tiles.along_k(bad_keys)
 
 
 def _dot(formula: str, a: jax.Array, b: jax.Array) -> jax.Array:

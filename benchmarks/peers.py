@@ -1,0 +1,207 @@
+"""The operator beside other people's on a CPU: the PyPI package `ringattention`, and PyTorch on one device.
+
+    pip install ringattention==0.1.2 --no-deps && pip install torch
+    python benchmarks/peers.py ring
+    python benchmarks/peers.py torch
+
+`ring`: causal attention over 8 virtual devices that share the machine's cores, forward and forward + backward,
+float32. The peer is given its own best of several chunk sizes, found first. Its package does not import on current
+jax, so its module `ringattention_jax` is loaded by itself. It has one layout, contiguous; ringjax runs contiguous and
+zigzag.
+
+`torch`: one device, all cores, against `torch.nn.functional.scaled_dot_product_attention` (its CPU flash kernel),
+full and causal, D = 64 and 128, float32 and bfloat16. Both get their inputs in the order they like best, [B, H, S, D]
+for torch and [B, S, H, D] here.
+
+All contenders of a line run in one process, in turn, in rounds, so that a change of the machine's mood hits all
+alike; the figure is the ratio of medians, above 1 where ringjax is faster. Results are compared before anything is
+timed.
+"""
+
+import argparse
+import importlib.util
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from ringjax.attention import Mask, get_layout, ring_attention
+
+RING_DEVICES = 8
+RING_BAR, TORCH_BARS = 2.5, {"float32": (1.1, 0.9), "bfloat16": (0.5, 0.5)}
+Run = Callable[[], Any]
+
+
+def main() -> None:
+    args = arguments()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", RING_DEVICES if args.peer == "ring" else 1)
+    print(f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores, jax {jax.__version__}")
+    print(f"command: python {' '.join(sys.argv)}\n")
+    if args.peer == "ring":
+        against_ringattention(args.seq or 8192, args.rounds)
+    else:
+        against_torch(args.seq or 4096, args.rounds)
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("peer", choices=("ring", "torch"))
+    parser.add_argument("--seq", type=int, help="sequence length: 8192 beside ringattention, 4096 beside torch")
+    parser.add_argument("--rounds", type=int, default=5)
+    return parser.parse_args()
+
+
+def against_ringattention(seq: int, rounds: int) -> None:
+    """H = 4, D = 64, float32, causal."""
+    mesh = jax.make_mesh((RING_DEVICES,), ("seq",), (AxisType.Auto,))
+    spec = PartitionSpec(None, "seq")
+    natural = [np.random.default_rng(i).normal(size=(1, seq, 4, 64)).astype(np.float32) for i in range(4)]
+    place = partial(jax.device_put, device=NamedSharding(mesh, spec))
+    inputs = [place(x) for x in natural]
+    length = seq // RING_DEVICES
+
+    chunks = [size for size in (128, 256, 512, 1024) if size <= length]
+    peers = {size: both(ringattention(mesh, spec, size), inputs) for size in chunks}
+    best = min(peers, key=lambda size: min(timed([peers[size][1]], 2)[0]))
+    print(f"S = {seq}, H = 4, D = 64, float32, causal, {RING_DEVICES} virtual devices; ringattention 0.1.2 in chunks")
+    print(f"of {best}, its fastest of {', '.join(map(str, chunks))}; {rounds} rounds\n")
+
+    contenders = {"ringattention 0.1.2": peers[best]}
+    for layout in ("contiguous", "zigzag"):
+        order = get_layout(layout)
+        own = [place(order.permute(x, RING_DEVICES)) for x in natural]
+        attend = partial(ring_attention, mesh=mesh, layout=layout)
+        contenders[f"ringjax, {layout}"] = both(attend, own)
+        agree(order.unpermute(np.asarray(contenders[f"ringjax, {layout}"][0]()), RING_DEVICES), peers[best][0]())
+    print(f"{'':24}  {'forward':>20}  {'forward + backward':>20}")
+    print(f"{'':24}  {'s':>8} {'x faster':>11}  {'s':>8} {'x faster':>11}")
+    columns = [timed([runs[which] for runs in contenders.values()], rounds) for which in (0, 1)]
+    for name, *times in zip(contenders, *columns, strict=True):
+        cells = [(statistics.median(t), statistics.median(c[0])) for t, c in zip(times, columns, strict=True)]
+        print(f"{name:24}  " + "  ".join(f"{s:8.3f} {base / s:11.2f}" for s, base in cells))
+    print(f"\nbar: {RING_BAR} in both")
+
+
+def ringattention(mesh, spec: PartitionSpec, chunk: int) -> Callable:
+    """The peer's operator over global arrays."""
+    options = {
+        "causal_block_size": 1,
+        "query_chunk_size": chunk,
+        "key_chunk_size": chunk,
+        "deterministic": True,
+        "dropout_rng": None,
+        "attn_pdrop": 0.0,
+        "dtype": jnp.float32,
+        "policy": jax.checkpoint_policies.nothing_saveable,
+        "precision": jax.lax.Precision.HIGHEST,
+        "prevent_cse": True,
+    }
+    operator = load_module("ringattention", "ringattention_jax.py").ring_attention
+
+    def local(q, k, v):
+        return operator(q, k, v, None, None, None, "seq", True, options)
+
+    return jax.shard_map(local, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=False)
+
+
+def load_module(package: str, file: str) -> Any:
+    """One module of a package whose __init__ does not run."""
+    found = next((path for path in map(Path, sys.path) if (path / package / file).is_file()), None)
+    if found is None:
+        raise SystemExit(f"{package} is not installed: pip install {package}==0.1.2 --no-deps")
+    spec = importlib.util.spec_from_file_location(file.removesuffix(".py"), found / package / file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def against_torch(seq: int, rounds: int) -> None:
+    """H = 8, one device."""
+    import torch  # type: ignore[import-not-found]  # a dependency of this benchmark only
+
+    torch.set_num_threads(os.cpu_count() or 1)
+    heads = 8
+    print(f"S = {seq}, H = {heads}; torch {torch.__version__}, {torch.get_num_threads()} threads; {rounds} rounds")
+    print("GFLOP/s count 4 S^2 H D forward, 3.5 times that with the backward pass, and half of it if causal.\n")
+    print(f"{'':22}  {'forward, GFLOP/s':>26}  {'forward + backward, GFLOP/s':>28}")
+    print(f"{'':22}  {'torch':>7} {'ringjax':>8} {'ratio':>9}  {'torch':>9} {'ringjax':>8} {'ratio':>9}   bars")
+    mesh = jax.make_mesh((1,), ("seq",), (AxisType.Auto,))
+    for dim in (64, 128):
+        natural = [np.random.default_rng(i).normal(size=(1, seq, heads, dim)).astype(np.float32) for i in range(4)]
+        for dtype in ("float32", "bfloat16"):
+            for causal in (False, True):
+                attend = partial(ring_attention, mesh=mesh, mask=Mask(causal=causal))
+                ours = both(attend, [jnp.asarray(x, dtype) for x in natural])
+                theirs = torchs(torch, natural, dtype, causal)
+                agree(np.asarray(ours[0](), np.float32), theirs[0]().float().transpose(1, 2).numpy(), dtype)
+                work = 4 * seq**2 * heads * dim * (0.5 if causal else 1) / 1e9
+                cells = []
+                for which, factor in ((0, 1), (1, 3.5)):
+                    theirs_s, ours_s = (statistics.median(t) for t in timed([theirs[which], ours[which]], rounds))
+                    cells.append((factor * work / theirs_s, factor * work / ours_s, theirs_s / ours_s))
+                name = f"D {dim} {dtype} {'causal' if causal else 'full'}"
+                (a, b, r), (c, d, s) = cells
+                bars = " and ".join(map(str, TORCH_BARS[dtype]))
+                print(f"{name:22}  {a:7.0f} {b:8.0f} {r:9.2f}  {c:9.0f} {d:8.0f} {s:9.2f}   {bars}", flush=True)
+
+
+def torchs(torch: Any, natural: list[np.ndarray], dtype: str, causal: bool) -> tuple[Run, Run]:
+    """PyTorch's forward, and forward with backward."""
+    x = [torch.tensor(x).to(getattr(torch, dtype)).transpose(1, 2).contiguous() for x in natural]
+    inputs, dout = [one.requires_grad_() for one in x[:3]], x[3]
+    attend = partial(torch.nn.functional.scaled_dot_product_attention, is_causal=causal)
+
+    def forward():
+        with torch.no_grad():
+            return attend(*inputs)
+
+    return forward, lambda: torch.autograd.grad(attend(*inputs), inputs, dout)
+
+
+def both(attend: Callable, inputs: list[jax.Array]) -> tuple[Run, Run]:
+    """Compiled forward, and forward with backward."""
+    forward = jax.jit(attend)
+    backward = jax.jit(lambda q, k, v, dout: jax.vjp(attend, q, k, v)[1](dout))
+    return (
+        lambda: jax.block_until_ready(forward(*inputs[:3])),
+        lambda: jax.block_until_ready(backward(*inputs)),
+    )
+
+
+def agree(mine: Any, theirs: Any, dtype: str = "float32") -> None:
+    """Stop if two contenders do not compute the same."""
+    mine, theirs = np.asarray(mine, np.float64), np.asarray(theirs, np.float64)
+    error = np.linalg.norm(mine - theirs) / np.linalg.norm(theirs)
+    if error > {"float32": 1e-5, "bfloat16": 1e-2}[dtype]:
+        raise SystemExit(f"the contenders differ by {error:.1e}: nothing to compare")
+
+
+def timed(runs: list[Run], rounds: int) -> list[list[float]]:
+    """Seconds of each contender in each round; each round has one run of all. The first, unmeasured, compiles."""
+    times: list[list[float]] = [[] for _ in runs]
+    for number in range(rounds + 1):
+        for run, mine in zip(runs, times, strict=True):
+            start = time.perf_counter()
+            run()
+            if number:
+                mine.append(time.perf_counter() - start)
+    return times
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""One body over layout x mask x ring size x heads x score changes x dtype: the ring against the float64 oracle."""
+
+import itertools
+from functools import cache
+
+import jax
+import pytest
+
+from ringjax.attention import Mask
+from ringjax.attention.kernels import XlaKernel
+
+pytestmark = pytest.mark.spread
+
+# Tiles far smaller than a block, that do not divide it: every loop, mask and filled tile of the kernel is at work.
+SMALL = XlaKernel(q_tile=10, k_tile=4)
+BARS = {"out": 2e-6, "lse": 2e-6, "dq": 1e-5, "dk": 1e-5, "dv": 1e-5, "dsinks": 1e-5}
+
+LAYOUTS = ("contiguous", "zigzag", "striped")
+MASKS = {
+    "causal": {},
+    "full": {"mask": Mask(causal=False)},
+    "window": {"mask": Mask(window=7)},
+    "both ways": {"mask": Mask(causal=False, window=4)},
+    "prefix": {"mask": Mask(prefix_length=9)},
+    "prefix and window": {"mask": Mask(causal=False, window=5, prefix_length=6)},
+    "packed": {"packed": True},
+    "packed, full": {"mask": Mask(causal=False), "packed": True},
+    "packed, window": {"mask": Mask(window=4), "packed": True},
+    "packed, by document": {"mask": Mask(window=6, prefix_length=2), "packed": True, "placed": "document"},
+    "shuffled": {"mask": Mask(window=20), "placed": "shuffled"},
+}
+RINGS = (1, 2, 3, 4, 5, 7, 8, 16)
+HEADS = {"mha": (3, 3), "gqa": (4, 2), "mqa": (3, 1)}
+SCORES = {
+    "plain": {},
+    "softcap": {"softcap": 1.5},
+    "sinks": {"with_sinks": True},
+    "alibi": {"alibi": True},
+    "dropout": {"dropout": 0.3},
+    "all": {"softcap": 2.0, "with_sinks": True, "alibi": True, "dropout": 0.2},
+}
+AXES = (LAYOUTS, tuple(MASKS), RINGS, tuple(HEADS), tuple(SCORES))
+
+
+def combined(layout: int, mask: int, ring: int) -> tuple:
+    """Heads and score changes go round, in steps found by trial, so that all pairs with them occur."""
+    heads = (mask + ring // 3) % len(HEADS)
+    scores = (mask + ring + 2 * (ring // 2)) % len(SCORES)
+    return (LAYOUTS[layout], tuple(MASKS)[mask], RINGS[ring], tuple(HEADS)[heads], tuple(SCORES)[scores])
+
+
+EVERY = [combined(*index) for index in itertools.product(*(range(len(axis)) for axis in AXES[:3]))]
+# Each mask with each ring size in one of the layouts.
+COVERING = [
+    combined((mask + ring) % len(LAYOUTS), mask, ring) for mask in range(len(MASKS)) for ring in range(len(RINGS))
+]
+REST = [case for case in EVERY if case not in COVERING]
+
+
+def settings(mask: str, ring: int, heads: str, scores: str) -> dict:
+    """Of the problem: 48 tokens, or 45 for rings that do not divide that."""
+    num_heads, kv_heads = HEADS[heads]
+    length = 45 if ring in (5, 7) else 48
+    return {"seq": length, "heads": num_heads, "kv_heads": kv_heads, **MASKS[mask], **SCORES[scores]}
+
+
+def check(problem, layout, mask, ring, heads, scores):
+    """Every result is within the float32 bars."""
+    case = problem(**settings(mask, ring, heads, scores), value_dim=6)
+    errors = case.errors(case.run(ring, layout, SMALL))
+    assert all(error <= BARS[name] for name, error in errors.items()), errors
+
+
+@pytest.mark.parametrize(("layout", "mask", "ring", "heads", "scores"), COVERING)
+def test_equals_the_oracle(problem, layout, mask, ring, heads, scores):
+    check(problem, layout, mask, ring, heads, scores)
+
+
+@pytest.fixture(autouse=True)
+def quick_compiler():
+    """Compilation with few optimisations: it takes most of the time, and the other files have the usual ones."""
+    usual = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", usual)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "mask", "ring", "heads", "scores"), REST)
+def test_equals_the_oracle_in_every_combination(problem, layout, mask, ring, heads, scores):
+    check(problem, layout, mask, ring, heads, scores)
+
+
+@cache
+def errors_alone(problem, mask, scores):
+    """What one device errs by in bfloat16."""
+    case = problem(**settings(mask, 16, "gqa", scores), dtype="bfloat16")
+    return case.errors(case.run(1, "contiguous"))
+
+
+def check_bfloat16(problem, layout, mask, ring, scores):
+    """Hops and merges add at most a quarter to the error of one device."""
+    case = problem(**settings(mask, 16, "gqa", scores), dtype="bfloat16")
+    alone, spread = errors_alone(problem, mask, scores), case.errors(case.run(ring, layout))
+    assert all(spread[name] <= 1.25 * alone[name] for name in spread), (alone, spread)
+
+
+IN_BFLOAT16 = [
+    ("zigzag", "causal", 16, "plain"),
+    ("contiguous", "causal", 8, "plain"),
+    ("striped", "causal", 4, "plain"),
+    ("zigzag", "packed, window", 4, "all"),
+]
+
+
+@pytest.mark.parametrize(("layout", "mask", "ring", "scores"), IN_BFLOAT16)
+def test_bfloat16_loses_nothing_by_the_ring(problem, layout, mask, ring, scores):
+    check_bfloat16(problem, layout, mask, ring, scores)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "mask", "ring", "scores"),
+    [
+        case
+        for layout, ring in itertools.product(LAYOUTS, RINGS)
+        if (case := (layout, "causal", ring, "plain")) not in IN_BFLOAT16
+    ]
+    + [(layout, mask, 4, "all") for layout in ("contiguous", "striped") for mask in ("full", "packed", "shuffled")],
+)
+def test_bfloat16_loses_nothing_by_any_ring(problem, layout, mask, ring, scores):
+    check_bfloat16(problem, layout, mask, ring, scores)
+
+
+@pytest.mark.parametrize("cases", [COVERING, EVERY], ids=["default", "every"])
+def test_the_cases_hold_every_pair_of_choices(cases):
+    for one, two in itertools.combinations(range(len(AXES)), 2):
+        missing = set(itertools.product(AXES[one], AXES[two])) - {(case[one], case[two]) for case in cases}
+        assert not missing, missing
+
+
+def test_the_cases_hold_every_layout_mask_and_ring_size():
+    assert {case[:3] for case in EVERY} == set(itertools.product(*AXES[:3]))
+    assert len(EVERY) == len(COVERING) + len(REST)
