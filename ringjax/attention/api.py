@@ -230,7 +230,7 @@ def ring_attention_shard(
     heads = _heads(slopes, seed, _numbers(axes.batch, batch), _numbers((axes.head,) if axes.head else (), num_heads))
     ring = Ring(axes.seq, size, ring_layout, mask, rule, get_kernel(kernel))
     inputs = _varying_alike((q, k, v, Side(*tokens, heads)), axes.seq)
-    out, lse = attention(LocalProgram(ring), *inputs)
+    out, lse = attention(LocalProgram(ring), *inputs)  # type: ignore[misc]
     out = out if sinks is None else _with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
 
