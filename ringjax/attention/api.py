@@ -124,6 +124,8 @@ def ring_attention(
     rate, seed = check_dropout(dropout_rate, dropout_seed)
     rule = ScoreRule(_scale(scale, dim), softcap, rate, slopes is not None)
     tokens = _tokens(q, k, mask, rule, segment_ids, positions, kv_segment_ids, kv_positions)
+    if positions is None:
+        mask = mask.within(k.shape[1])
     ring = Ring(axes.seq, size, get_layout(layout), mask, rule, get_kernel(kernel))
 
     fill_q, fill_k = (_Filling(ring.layout, x.shape[1], size) for x in (q, k))
@@ -228,6 +230,8 @@ def ring_attention_shard(
     rule = ScoreRule(_scale(scale, dim), softcap, rate, slopes is not None)
     tokens = _tokens(q, k, mask, rule, segment_ids, positions, kv_segment_ids, kv_positions)
     heads = _heads(slopes, seed, _numbers(axes.batch, batch), _numbers((axes.head,) if axes.head else (), num_heads))
+    if positions is None:
+        mask = mask.within(k.shape[1] * size)
     ring = Ring(axes.seq, size, ring_layout, mask, rule, get_kernel(kernel))
     inputs = _varying_alike((q, k, v, Side(*tokens, heads)), axes.seq)
     out, lse = attention(LocalProgram(ring), *inputs)  # type: ignore[misc]
@@ -268,8 +272,7 @@ def _filled_tokens(
 ) -> tuple[Tokens, Tokens]:
     """Tokens of both sides, with segments that mark the padding where the mask would not hide it."""
     q, k = tokens
-    beyond = mask.prefix_length is not None and mask.prefix_length > fill_k.length
-    if q.segments is None and not (mask.causal and q.positions is None and not beyond):
+    if q.segments is None and not (mask.causal and q.positions is None):
         q = q._replace(segments=jnp.zeros((batch, fill_q.length), jnp.int32))
         k = k._replace(segments=jnp.zeros((batch, fill_k.length), jnp.int32))
 

@@ -59,6 +59,14 @@ class Mask:
         """Whether some keys are visible by their position alone, however far from the query."""
         return self.prefix_length is not None and not self.is_full
 
+    def within(self, length: int) -> "Mask":
+        """The simplest mask that shows the same of positions 0 ... length - 1."""
+        window = None if self.window is not None and self.window >= length else self.window
+        prefix = self.prefix_length or None
+        if prefix is not None and prefix >= length:
+            return Mask(causal=False)
+        return Mask(self.causal, window, prefix)
+
     @property
     def differences(self) -> tuple[int, int]:
         """The interval of query position minus key position that is visible; a prefix comes on top of it."""

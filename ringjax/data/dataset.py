@@ -137,6 +137,7 @@ def open_dataset(config: DataConfig, *, seed: int, layout: str, ring: int) -> Da
       >>> data.train.batch(0)["tokens"].shape
       (2, 1024)
     """
+    get_layout(layout).check(config.seq_len, ring)
     slots = get_layout(layout).positions(config.seq_len, ring)
     tokenizer = get_tokenizer(config.tokenizer)
     train, held_out = split_documents(_tokenize(config, tokenizer), config.eval_fraction)

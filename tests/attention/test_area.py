@@ -65,10 +65,9 @@ def test_zigzag_causal_has_no_branch(mesh_of):
 def test_a_window_costs_in_proportion_to_itself(area, layout):
     # A row of tiles has at most two that are not wholly inside the window, and in stripes they are RING times wider.
     edge = 2 * TILE * (RING if layout == "striped" else 1)
-    for window in (16, 32):
-        for backward in (False, True):
-            total = sum(area(backward, layout=layout, mask=Mask(window=window)))
-            assert total <= SEQ * (window + edge) * (2 if backward else 1)
+    for window, backward in ((16, False), (32, True)):
+        total = sum(area(backward, layout=layout, mask=Mask(window=window)))
+        assert total <= SEQ * (window + edge) * (2 if backward else 1)
 
 
 def test_documents_cost_their_own_squares(area):

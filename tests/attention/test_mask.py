@@ -68,6 +68,16 @@ def test_tiles_with_a_visible_pair_may_meet(mask, q, k, segments):
             assert meet[i, j] or not any(pairs)
 
 
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("length", [1, 3, 4, 9])
+def test_the_simplest_mask_shows_the_same(mask, length):
+    simple = mask.within(length)
+    pairs = [(q, k) for q in range(length) for k in range(length)]
+    assert [sees(simple, *pair) for pair in pairs] == [sees(mask, *pair) for pair in pairs]
+    assert simple.window is None or simple.window < length
+    assert simple.prefix_length is None or 0 < simple.prefix_length < length
+
+
 def test_tiles_far_apart_do_not_meet():
     positions = jnp.arange(64, dtype=jnp.int32).reshape(8, 1, 8)
     for mask, width in ((Mask(window=8), 2), (Mask(causal=False, window=9), 3), (Mask(), 36 / 8)):

@@ -62,15 +62,15 @@ CHUNK = 16  # tokens of a chunk, in both layouts
 @pytest.mark.parametrize(
     ("layout", "mask", "hops"),
     [
-        ("contiguous", Mask(window=1), 0),
+        pytest.param("contiguous", Mask(window=1), 0, marks=pytest.mark.slow),
         ("contiguous", Mask(window=2), 1),
-        ("contiguous", Mask(window=CHUNK + 1), 1),
+        pytest.param("contiguous", Mask(window=CHUNK + 1), 1, marks=pytest.mark.slow),
         ("contiguous", Mask(window=CHUNK + 2), 2),
-        ("contiguous", Mask(window=3 * CHUNK), 3),
+        pytest.param("contiguous", Mask(window=3 * CHUNK), 3, marks=pytest.mark.slow),
         ("contiguous", Mask(causal=False, window=CHUNK), 2),
-        ("contiguous", Mask(window=10**6), 7),
+        pytest.param("contiguous", Mask(window=10**6), 7, marks=pytest.mark.slow),
         ("zigzag", Mask(window=CHUNK + 1), 1),
-        ("zigzag", Mask(window=2 * CHUNK), 2),
+        pytest.param("zigzag", Mask(window=2 * CHUNK), 2, marks=pytest.mark.slow),
         ("zigzag", Mask(causal=False, window=CHUNK), 2),
     ],
 )
@@ -110,9 +110,13 @@ def test_program_size_does_not_grow_with_the_ring(big_rings, what):
     assert big_rings[what, 64]["characters"] < 1.1 * big_rings[what, 8]["characters"]
 
 
-@pytest.mark.parametrize("what", ["forward", "backward"])
-def test_memory_depends_on_the_block_and_not_on_the_ring(big_rings, what):
-    two, *more = (big_rings[what, ring]["temporary_bytes"] for ring in (2, 3, 8, 64))
-    assert 0 < max(more) <= 1.05 * min(more), more
-    # A ring of two needs less on the way back: no block is under way while another is at work.
-    assert two <= 1.05 * min(more)
+def test_memory_depends_on_the_block_and_not_on_the_ring(big_rings):
+    forward, backward = (
+        [big_rings[what, ring]["temporary_bytes"] for ring in (2, 4, 8, 64)] for what in ("forward", "backward")
+    )
+    assert 0 < max(forward) <= 1.05 * min(forward), forward
+    assert 0 < max(backward[2:]) <= 1.05 * min(backward[2:]), backward
+    # On the way back small rings differ from that by a block or two: with 2 devices no block is under way while
+    # another is at work, and with 4 the loop has one trip, which XLA writes out.
+    block = 512 * 2 * (16 + 16) * 4
+    assert all(abs(few - backward[3]) <= 4 * block for few in backward[:2]), backward
