@@ -1,10 +1,12 @@
 """Ring attention in the shape that `flax.nnx.MultiHeadAttention(attention_fn=...)` calls."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ringjax.attention.api import ring_attention, ring_attention_shard
 from ringjax.attention.mask import Mask
@@ -38,7 +40,14 @@ def attention_fn(*, inside_shard_map: bool = False, **options: Any) -> Callable[
     decided = {"dropout_rate", "dropout_seed", "return_lse"} & set(options)
     if decided:
         raise ValueError(f"{', '.join(sorted(decided))} cannot be set here: the module decides")
+    if not isinstance(inside_shard_map, bool):
+        raise ValueError(f"inside_shard_map must be True or False, got {inside_shard_map!r}")
     operator = ring_attention_shard if inside_shard_map else ring_attention
+    known = set(inspect.signature(operator).parameters) - {"q", "k", "v"}
+    if unknown := set(options) - known:
+        raise ValueError(
+            f"{operator.__name__} has no option {', '.join(sorted(unknown))}; it has {', '.join(sorted(known))}"
+        )
 
     def attend(
         query: jax.Array,
@@ -56,7 +65,7 @@ def attention_fn(*, inside_shard_map: bool = False, **options: Any) -> Callable[
         promote_dtype: Any = None,
         is_causal: bool = False,
     ) -> jax.Array:
-        _refuse(bias=bias, mask=mask, module=module, precision=precision)
+        _refuse(bias, mask, module, precision, promote_dtype)
         dropping = dropout_rate > 0 and not deterministic
         if dropping and broadcast_dropout:
             raise ValueError(
@@ -66,6 +75,11 @@ def attention_fn(*, inside_shard_map: bool = False, **options: Any) -> Callable[
         own_mask = options.get("mask")
         if is_causal and own_mask is not None and not own_mask.causal:
             raise ValueError(f"the module was called with is_causal=True, and attention_fn has mask={own_mask}")
+        if not all(isinstance(x, jax.Array | np.ndarray) for x in (query, key, value)):
+            raise ValueError(
+                f"query, key and value must be arrays; got {type(query).__name__}, {type(key).__name__}, "
+                f"{type(value).__name__}"
+            )
         if not query.ndim == key.ndim == value.ndim or query.ndim < 3:
             raise ValueError(
                 f"query, key and value must be [..., S, heads, D]; got {query.shape}, {key.shape}, {value.shape}"
@@ -83,13 +97,16 @@ def attention_fn(*, inside_shard_map: bool = False, **options: Any) -> Callable[
     return attend
 
 
-def _refuse(bias: Any, mask: Any, module: Any, precision: Any) -> None:
+def _refuse(bias: Any, mask: Any, module: Any, precision: Any, promote_dtype: Any) -> None:
     if mask is not None or bias is not None:
         raise ValueError(
             "a mask or bias array has a value for every pair of tokens, which no device of a ring could hold: say "
-            "what is visible with attention_fn(mask=Mask(...), segment_ids=...), and bias with alibi_slopes"
+            "what is visible with attention_fn(mask=Mask(...), segment_ids=...), bias with alibi_slopes. (A module "
+            "with decode=True makes such a mask: decoding from a cache is not supported here.)"
         )
     if module is not None:
         raise ValueError("sow_weights=True needs the weights of every pair of tokens, which a ring never holds")
+    if promote_dtype is not None:
+        raise ValueError("promote_dtype is not supported: give query, key and value one dtype, or use dtype")
     if precision not in (None, "highest", jax.lax.Precision.HIGHEST):
         raise ValueError(f"the ring computes with precision 'highest'; got precision={precision!r}: leave it None")

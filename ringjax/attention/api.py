@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh
 
 from ringjax.attention.checks import (
@@ -113,8 +114,8 @@ def ring_attention(
       >>> ring_attention(x, x, x, mesh=mesh).shape
       (1, 8, 2, 4)
     """
-    check_options(mask, scale, softcap, strategy)
-    mesh = _mesh(mesh)
+    check_options(mask, scale, softcap, strategy, return_lse)
+    mesh = _mesh(mesh, seq_axis, q)
     axes = check_axes(mesh.axis_names, seq_axis, batch_axes, head_axis)
     check_arrays(q, k, v)
     sizes, size = dict(mesh.shape), mesh.shape[axes.seq]
@@ -212,7 +213,7 @@ def ring_attention_shard(
       >>> attend(x, x, x).shape
       (1, 8, 2, 4)
     """
-    check_options(mask, scale, softcap, strategy)
+    check_options(mask, scale, softcap, strategy, return_lse)
     manual = _manual_axes()
     if seq_axis not in manual:
         raise ValueError(
@@ -298,7 +299,8 @@ def _tokens(
 ) -> tuple[Tokens, Tokens]:
     """Tokens of queries and keys, checked; without positions if nothing depends on them."""
     of_q, of_k = (q.shape[0], q.shape[1]), (k.shape[0], k.shape[1])
-    check_lengths(mask, of_q[1], of_k[1], (segment_ids, kv_segment_ids), (positions, kv_positions))
+    compared = not mask.is_full or rule.alibi
+    check_lengths(compared, of_q[1], of_k[1], (segment_ids, kv_segment_ids), (positions, kv_positions))
     segments = check_tokens("segment_ids", segment_ids, of_q)
     places = check_tokens("positions", positions, of_q)
     kv_segments = check_tokens("kv_segment_ids", kv_segment_ids, of_k)
@@ -329,8 +331,24 @@ def _scale(scale: float | None, dim: int) -> float:
     return dim**-0.5 if scale is None else float(scale)
 
 
-def _mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
-    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+def _mesh(mesh: Mesh | AbstractMesh | None, seq_axis: str, q: Any) -> Mesh | AbstractMesh:
+    context = jax.sharding.get_abstract_mesh()
+    if seq_axis in _manual_axes():
+        raise ValueError(
+            f"ring_attention takes global arrays, and this is inside a jax.shard_map that is manual over "
+            f"{seq_axis!r}: call ring_attention_shard on the local blocks"
+        )
+    if mesh is None:
+        mesh = context
+    elif not isinstance(mesh, Mesh | AbstractMesh):
+        raise ValueError(f"mesh must be a jax.sharding.Mesh, as jax.make_mesh gives it; got {mesh!r}")
+    elif not context.empty and context != (mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh):
+        raise ValueError(
+            f"mesh is {dict(mesh.shape)}, and the mesh set here (jax.set_mesh) is {dict(context.shape)}: leave out "
+            "mesh=..., or give the one that is set"
+        )
+    elif isinstance(mesh, AbstractMesh) and context.empty and not isinstance(q, Tracer):
+        raise ValueError("an abstract mesh has no devices: give the mesh itself, or call inside jax.jit")
     if mesh.empty:
         raise ValueError("ring_attention needs a mesh: pass mesh=..., or set one with jax.set_mesh")
     return mesh

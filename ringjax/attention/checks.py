@@ -18,15 +18,17 @@ STANDARD_HEAD_AXIS = "tensor"
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def check_options(mask: Mask, scale: Any, softcap: Any, strategy: str) -> None:
+def check_options(mask: Mask, scale: Any, softcap: Any, strategy: Any, return_lse: Any) -> None:
     """Options that are no arrays."""
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be a Mask, such as Mask(causal=True), got {mask!r}")
     if scale is not None and not _is_number(scale):
         raise ValueError(f"scale must be a finite number, known when the program is built (static); got {scale!r}")
-    if softcap is not None and not (_is_number(softcap) and softcap > 0):
+    if softcap is not None and not (_is_number(softcap) and np.float32(softcap) > 0):
         raise ValueError(f"softcap must be None or a finite number above 0, static; got {softcap!r}")
-    if strategy != "ring":
+    if not isinstance(return_lse, bool):
+        raise ValueError(f"return_lse must be True or False, got {return_lse!r}")
+    if not isinstance(strategy, str) or strategy != "ring":
         raise ValueError(f"unknown strategy {strategy!r}; the strategies are ring")
 
 
@@ -34,13 +36,22 @@ def check_axes(
     names: Sequence[str], seq_axis: str, batch_axes: Sequence[str] | str | None, head_axis: str | None
 ) -> Axes:
     """The mesh axes by name, with "auto" resolved; `names` are those there are."""
+    if not isinstance(seq_axis, str) or not isinstance(head_axis, str | None):
+        raise ValueError(
+            f"seq_axis must be the name of a mesh axis, and head_axis one or None; got {seq_axis!r}, {head_axis!r}"
+        )
+    if not (
+        isinstance(batch_axes, str | None)
+        or (isinstance(batch_axes, Sequence) and all(isinstance(name, str) for name in batch_axes))
+    ):
+        raise ValueError(f"batch_axes must be names of mesh axes, or None; got {batch_axes!r}")
     if batch_axes == "auto":
         batch = tuple(name for name in STANDARD_BATCH_AXES if name in names and name != seq_axis)
     else:
         batch = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes or ())
     if head_axis == "auto":
         head_axis = STANDARD_HEAD_AXIS if STANDARD_HEAD_AXIS in names else None
-    used = [seq_axis, *batch, *([head_axis] if head_axis else [])]
+    used = [seq_axis, *batch, *([] if head_axis is None else [head_axis])]
     for name in used:
         if name not in names:
             raise ValueError(
@@ -76,8 +87,18 @@ def check_arrays(q: Any, k: Any, v: Any) -> None:
         )
 
 
-def check_lengths(mask: Mask, q_len: int, k_len: int, segments: tuple[Any, Any], positions: tuple[Any, Any]) -> None:
-    """Queries and keys of different sequences: everything that is compared must be given for both."""
+def check_lengths(
+    compared: bool, q_len: int, k_len: int, segments: tuple[Any, Any], positions: tuple[Any, Any]
+) -> None:
+    """Queries and keys of different sequences: what is compared must be given for both.
+
+    Args:
+      compared: whether the mask or the bias compares positions.
+      q_len: number of queries.
+      k_len: number of keys.
+      segments: of queries and of keys.
+      positions: of queries and of keys.
+    """
     for names, (of_q, of_k) in (
         (("segment_ids", "kv_segment_ids"), segments),
         (("positions", "kv_positions"), positions),
@@ -88,10 +109,10 @@ def check_lengths(mask: Mask, q_len: int, k_len: int, segments: tuple[Any, Any],
             raise ValueError(
                 f"q has {q_len} tokens and k {k_len}, so {names[0]} cannot serve for both: give {names[1]} too"
             )
-    if q_len != k_len and not mask.is_full and positions[0] is None:
+    if q_len != k_len and compared and positions[0] is None:
         raise ValueError(
-            f"q has {q_len} tokens and k {k_len}, and the mask compares positions: use Mask(causal=False), or give "
-            "positions and kv_positions"
+            f"q has {q_len} tokens and k {k_len}, and the mask or ALiBi compares positions: use Mask(causal=False) "
+            "without alibi_slopes, or give positions and kv_positions"
         )
 
 
@@ -132,7 +153,7 @@ def check_slopes(slopes: Any, heads: int) -> np.ndarray | None:
             "built (static), as alibi_slopes(H) returns them; got a traced array"
         )
     array = np.asarray(slopes)
-    if array.shape != (heads,) or not (_is_float(array) and np.isfinite(array.astype(np.float64)).all()):
+    if array.shape != (heads,) or not (_is_float(array) and _fits_float32(array)):
         raise ValueError(
             f"alibi_slopes must be finite floating-point numbers of shape [H] = ({heads},); got {_described(slopes)}"
         )
@@ -143,20 +164,32 @@ def check_dropout(rate: Any, seed: Any) -> tuple[float, jax.Array | None]:
     """The rate, and the seed as one uint32."""
     if not (_is_number(rate) and 0 <= rate < 1):
         raise ValueError(f"dropout_rate must be a number of at least 0 and below 1, static; got {rate!r}")
+    key = None if seed is None else _seed(seed)
     if rate == 0:
         return 0.0, None
-    if seed is None:
+    if key is None:
         raise ValueError(
             f"dropout_rate is {rate} and there is no dropout_seed: give an integer or a jax.random key, another "
             "one in every layer and step"
         )
+    return float(rate), key
+
+
+def _seed(seed: Any) -> jax.Array:
+    """One uint32 of an integer or key."""
     if isinstance(seed, jax.Array) and _is_key(seed):
-        return float(rate), jax.random.bits(seed)
-    if isinstance(seed, numbers.Integral) and not isinstance(seed, bool):
-        return float(rate), jnp.asarray(int(seed) % 2**32, jnp.uint32)
-    if isinstance(seed, jax.Array | np.ndarray) and seed.shape == () and jnp.issubdtype(seed.dtype, jnp.integer):
-        return float(rate), jnp.asarray(seed).astype(jnp.uint32)
-    raise ValueError(f"dropout_seed must be one integer or one jax.random key; got {_described(seed)}")
+        return jax.random.bits(seed)
+    is_one = isinstance(seed, jax.Array | np.ndarray | np.integer) and seed.shape == ()
+    if is_one and jnp.issubdtype(seed.dtype, jnp.integer) and seed.dtype.itemsize <= 4:
+        return jnp.asarray(seed).astype(jnp.uint32)
+    if is_one and isinstance(seed, np.ndarray | np.integer):
+        seed = seed.item()
+    if isinstance(seed, int) and not isinstance(seed, bool) and 0 <= seed < 2**32:
+        return jnp.asarray(seed, jnp.uint32)
+    raise ValueError(
+        "dropout_seed must be one integer in [0, 2^32), or an array of one with at most 32 bits, or one jax.random "
+        f"key; got {_described(seed)}"
+    )
 
 
 def check_cuts(sizes: dict[str, int], axes: Axes, batch: int, heads: int, kv_heads: int) -> None:
@@ -166,7 +199,7 @@ def check_cuts(sizes: dict[str, int], axes: Axes, batch: int, heads: int, kv_hea
         raise ValueError(
             f"the batch size must be a multiple of {parts}, the devices along {', '.join(axes.batch)}; got {batch}"
         )
-    if axes.head and (heads % sizes[axes.head] or kv_heads % sizes[axes.head]):
+    if axes.head is not None and (heads % sizes[axes.head] or kv_heads % sizes[axes.head]):
         raise ValueError(
             f"query and key/value heads must be multiples of {sizes[axes.head]}, the devices along "
             f"{axes.head!r}; got {heads} and {kv_heads}"
@@ -181,7 +214,13 @@ def _is_key(x: jax.Array) -> bool:
 
 
 def _is_number(x: Any) -> bool:
-    return isinstance(x, numbers.Real) and not isinstance(x, bool) and math.isfinite(x)
+    return isinstance(x, numbers.Real) and not isinstance(x, bool) and _fits_float32(x)
+
+
+def _fits_float32(x: Any) -> bool:
+    """Whether all of x is finite, also as float32."""
+    with np.errstate(over="ignore"):
+        return bool(np.isfinite(np.asarray(x, np.float64).astype(np.float32)).all())
 
 
 def _is_float(x: jax.Array | np.ndarray) -> bool:

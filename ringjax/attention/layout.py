@@ -93,8 +93,8 @@ class Layout(ABC):
           array([0, 1, 6, 7, 2, 3, 4, 5], dtype=int32)
         """
         for name, value in (("sequence length", seq_len), ("ring", ring)):
-            if value < 1:
-                raise ValueError(f"the {name} must be at least 1, got {value}")
+            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+                raise ValueError(f"the {name} must be an integer of at least 1, got {value!r}")
         length = self.filled(seq_len, ring) // ring
         positions = np.concatenate([self.block_positions(rank, ring, length) for rank in range(ring)])
         return positions[positions < seq_len]
@@ -150,7 +150,9 @@ class Striped(Layout):
 
 
 def _check_dim(x: Array, axis: int) -> None:
-    if not -x.ndim <= axis < x.ndim:
+    if not hasattr(x, "ndim"):
+        raise ValueError(f"only arrays have an order of tokens; got {type(x).__name__}")
+    if isinstance(axis, bool) or not isinstance(axis, int | np.integer) or not -x.ndim <= axis < x.ndim:
         raise ValueError(f"axis must be a dim of the array, and is {axis}; the array has shape {x.shape}")
 
 
@@ -163,6 +165,6 @@ def get_layout(name: str) -> Layout:
     Raises:
       ValueError: there is no such layout.
     """
-    if name not in LAYOUTS:
+    if not isinstance(name, str) or name not in LAYOUTS:
         raise ValueError(f"unknown layout {name!r}; the layouts are {', '.join(LAYOUTS)}")
     return LAYOUTS[name]

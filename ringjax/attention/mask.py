@@ -21,7 +21,7 @@ class Mask:
       window: W, a token sees itself and the W - 1 tokens before it; if not causal, also the W - 1 after it
         (|q - k| < W). None = no limit.
       prefix_length: keys at positions below it are visible to every query, whatever causal and window say
-        (prefix-LM). None = no prefix.
+        (prefix-LM); segments still hold. None = no prefix.
 
     Raises:
       ValueError: window is less than 1, or prefix_length negative, or either no integer.

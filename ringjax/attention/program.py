@@ -5,6 +5,7 @@ nothing is ever differentiated through a `shard_map`, which is what lets the ope
 `jax.checkpoint` and pipelines. A caller who is inside a `shard_map` already runs the laps as they are.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -51,14 +52,24 @@ class GlobalProgram:
     def forward(self, q, k, v, side: Side):
         full, heads, sides = self._specs(side)
         specs = (full, full, full, sides)
-        lap = jax.shard_map(self.ring.forward, mesh=self.mesh, in_specs=specs, out_specs=(full, heads))
+        lap = self._on_devices(self.ring.forward, side, specs, (full, heads))
         return lap(*self._place((q, k, v, side), specs))
 
     def backward(self, q, k, v, side: Side, out, lse, dout, dlse):
         full, heads, sides = self._specs(side)
         specs = (full, full, full, sides, full, heads, full, heads)
-        lap = jax.shard_map(self.ring.backward, mesh=self.mesh, in_specs=specs, out_specs=(full, full, full))
+        lap = self._on_devices(self.ring.backward, side, specs, (full, full, full))
         return lap(*self._place((q, k, v, side, out, lse, dout, dlse), specs))
+
+    def _on_devices(self, lap: Callable, side: Side, in_specs: Any, out_specs: Any) -> Callable:
+        # jax checks which values differ between devices, but for two cases in which a caller's vmap would trip over
+        # the check (seen with jax 0.10 to 0.12): a mesh with axes that the operator does not use, since vmap over one
+        # (spmd_axis_name) forgets it where values are computed from the rank; and tokens as data, since a condition
+        # that depends on them becomes a select of mixed kinds.
+        used = {self.axes.seq, *self.axes.batch, self.axes.head}
+        tokens = jax.tree.leaves((side.q_tokens, side.k_tokens))
+        check = set(self.mesh.axis_names) <= used and not tokens
+        return jax.shard_map(lap, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check)
 
     def _specs(self, side: Side) -> tuple[PartitionSpec, PartitionSpec, Side]:
         """Of arrays with heads and a head dim, of arrays with heads, and of what stands beside q, k and v."""

@@ -53,7 +53,8 @@ class Heads(NamedTuple):
 
 def alibi_bias(slopes: jax.Array, q_positions: jax.Array, k_positions: jax.Array) -> jax.Array:
     """-slope |p_q - p_k|, for arguments that broadcast."""
-    distance = jnp.maximum(q_positions, k_positions) - jnp.minimum(q_positions, k_positions)
+    # Positions far apart overflow int32, and their distance is right as an unsigned number.
+    distance = (jnp.maximum(q_positions, k_positions) - jnp.minimum(q_positions, k_positions)).astype(jnp.uint32)
     return -slopes * distance.astype(jnp.float32)
 
 
@@ -68,8 +69,9 @@ def alibi_slopes(heads: int) -> np.ndarray:
       >>> alibi_slopes(4)
       array([0.25      , 0.0625    , 0.015625  , 0.00390625], dtype=float32)
     """
-    if heads < 1:
-        raise ValueError(f"the number of heads must be at least 1, got {heads}")
+    if isinstance(heads, bool) or not isinstance(heads, int | np.integer) or heads < 1:
+        raise ValueError(f"the number of heads must be an integer of at least 1, got {heads!r}")
+    heads = int(heads)
     lower = 1 << (heads.bit_length() - 1)
 
     def geometric(count: int) -> np.ndarray:

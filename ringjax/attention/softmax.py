@@ -4,7 +4,7 @@ A partial result is a pair (out, lse) per query row: the softmax-weighted mean o
 log-sum-exp of their scores. Merging is associative and commutative, so keys may arrive in any order.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +48,9 @@ def merge_attention(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Arra
     Returns:
       out in the dtype of the first out, and lse in float32.
 
+    Raises:
+      ValueError: a or b are no such pairs, or not of the same queries.
+
     Example:
       >>> import jax.numpy as jnp
       >>> from ringjax.attention import merge_attention
@@ -55,9 +58,25 @@ def merge_attention(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Arra
       >>> merge_attention(one, two)[0]
       Array([[2.]], dtype=float32)
     """
+    for name, part in (("a", a), ("b", b)):
+        _check_part(name, part)
+    if a[0].shape != b[0].shape:
+        raise ValueError(f"a and b must be of the same queries, got out {a[0].shape} and {b[0].shape}")
     parts = [Partial(out.astype(jnp.float32), lse.astype(jnp.float32)) for out, lse in (a, b)]
     merged = merge(*parts)
     return merged.out.astype(a[0].dtype), merged.lse
+
+
+def _check_part(name: str, part: Any) -> None:
+    if not isinstance(part, tuple | list) or len(part) != 2 or not all(hasattr(x, "dtype") for x in part):
+        raise ValueError(f"{name} must be (out, lse), two arrays as return_lse=True gives them; got {type(part)}")
+    out, lse = part
+    floats = all(jnp.issubdtype(x.dtype, jnp.floating) for x in part)
+    if not floats or out.ndim < 1 or out.shape[:-1] != lse.shape:
+        raise ValueError(
+            f"{name} must be (out [..., H, Dv], lse [..., H]), floating-point numbers; got out {out.dtype} "
+            f"{out.shape} and lse {lse.dtype} {lse.shape}"
+        )
 
 
 def finite_or_zero(lse: jax.Array) -> jax.Array:

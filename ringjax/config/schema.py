@@ -28,7 +28,9 @@ class RunConfig(Section):
     )
     platform: Literal["auto", "cpu", "gpu", "tpu"] = Field(default="auto", description="kind of device to run on")
     compilation_cache: str | None = Field(
-        default=None, description="folder of compiled programs, reused by later runs; null = compile every time"
+        default=None,
+        description="folder of compiled programs, reused by later runs (not by CPU meshes of several devices); "
+        "null = compile every time",
     )
 
 

@@ -180,10 +180,9 @@ class Trainer:
             config.data, seed=config.run.seed, layout=config.attention.layout, ring=config.mesh.seq
         )
         self.vocab_size = _vocab_size(config, self.data.tokenizer.vocab_size)
-        if config.run.compilation_cache is not None:
-            jax.config.update("jax_compilation_cache_dir", config.run.compilation_cache)
         self.notes += start_devices(config.mesh, config.run.platform)
         self.mesh = make_mesh(config.mesh, config.run.platform)
+        self._set_compilation_cache()
         self._resources.enter_context(jax.set_mesh(self.mesh))
 
         self.folder = self._resources.enter_context(RunFolder(config.run.dir))
@@ -199,6 +198,18 @@ class Trainer:
         self._log = self._resources.enter_context(
             MetricsLog(self.folder.metrics, self.folder.tensorboard, resume_step=self.start)
         )
+
+    def _set_compilation_cache(self) -> None:
+        """Use `run.compilation_cache`, unless programs that come from it could hang."""
+        folder = self.config.run.compilation_cache
+        if self.mesh.size > 1 and self.mesh.devices.flat[0].platform == "cpu":
+            # When XLA (jax 0.10 to 0.12) reads a CPU program back, it forgets the order of its collectives: one device
+            # then enters two at once, and the others wait for it for ever.
+            if folder or jax.config.values["jax_compilation_cache_dir"]:
+                self.notes.append("the compilation cache is off: CPU devices that share a program from it can hang")
+            jax.config.update("jax_compilation_cache_dir", None)
+        elif folder is not None:
+            jax.config.update("jax_compilation_cache_dir", folder)
 
     def _build(self) -> None:
         """The state, new or from a checkpoint, and the programs that run on it."""

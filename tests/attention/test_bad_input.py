@@ -45,10 +45,32 @@ CASES = {
     "no seed": (arrays(), {"dropout_rate": 0.1}, "there is no dropout_seed: give an integer or a jax.random key"),
     "seed": (arrays(), {"dropout_rate": 0.1, "dropout_seed": 1.5}, "dropout_seed must be one integer.*got 1.5"),
     "seeds": (arrays(), {"dropout_rate": 0.1, "dropout_seed": jnp.arange(3)}, r"dropout_seed.*int32 \(3,\)"),
+    "wide seed": (arrays(), {"dropout_rate": 0.1, "dropout_seed": 2**32}, r"one integer in \[0, 2\^32\).*4294967296"),
+    "negative seed": (
+        arrays(),
+        {"dropout_rate": 0.1, "dropout_seed": -1},
+        "dropout_seed must be one integer.*got -1",
+    ),
+    "idle seed": (arrays(), {"dropout_seed": "x"}, "dropout_seed must be one integer.*got 'x'"),
+    "large scale": (arrays(), {"scale": 1e39}, "scale must be a finite number.*1e\\+39"),
+    "large softcap": (arrays(), {"softcap": 1e39}, "softcap must be None or a finite number"),
+    "small softcap": (arrays(), {"softcap": 1e-46}, "softcap must be None or a finite number above 0"),
+    "large slopes": (arrays(), {"alibi_slopes": np.full(4, 1e300)}, "alibi_slopes must be finite"),
+    "mesh": (arrays(), {"mesh": "seq"}, "mesh must be a jax.sharding.Mesh.*got 'seq'"),
+    "batch axes": (arrays(), {"batch_axes": 0}, "batch_axes must be names of mesh axes, or None; got 0"),
+    "head axis type": (arrays(), {"head_axis": 0}, "head_axis one or None; got 'seq', 0"),
+    "no head axis": (arrays(), {"head_axis": ""}, "the mesh has no axis ''"),
+    "lse": (arrays(), {"return_lse": 1}, "return_lse must be True or False, got 1"),
+    "layouts": (arrays(), {"layout": ["zigzag"]}, r"unknown layout \['zigzag'\]"),
+    "cross alibi": (
+        arrays(k=(2, 8, 2, 8), v=(2, 8, 2, 8)),
+        {"mask": Mask(causal=False), "alibi_slopes": np.ones(4)},
+        "the mask or ALiBi compares positions",
+    ),
     "cross": (
         arrays(k=(2, 8, 2, 8), v=(2, 8, 2, 8)),
         {},
-        r"q has 16 tokens and k 8, and the mask compares positions",
+        r"q has 16 tokens and k 8, and the mask or ALiBi compares positions",
     ),
     "cross segments": (
         arrays(k=(2, 8, 2, 8), v=(2, 8, 2, 8)),
@@ -91,7 +113,7 @@ CASES = {
 @pytest.mark.parametrize(("inputs", "options", "message"), CASES.values(), ids=CASES.keys())
 def test_is_refused(mesh_of, inputs, options, message):
     with pytest.raises(ValueError, match=message):
-        ring_attention(*inputs, mesh=mesh_of(4, data=2), **options)
+        ring_attention(*inputs, **{"mesh": mesh_of(4, data=2)} | options)
 
 
 def test_without_any_mesh():
@@ -130,6 +152,26 @@ def test_slopes_that_are_traced(mesh_of):
     attend = jax.jit(lambda slopes: ring_attention(*arrays(), mesh=mesh_of(4), alibi_slopes=slopes))
     with pytest.raises(ValueError, match="alibi_slopes are constants and have no gradient"):
         attend(jnp.ones(4))
+
+
+def test_inside_a_shard_map(mesh_of):
+    spec, mesh = PartitionSpec(None, "seq"), mesh_of(4)
+    attend = jax.shard_map(partial(ring_attention, mesh=mesh), mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+    with pytest.raises(ValueError, match="call ring_attention_shard on the local blocks"):
+        attend(*arrays())
+
+
+def test_two_meshes(mesh_of):
+    with (
+        jax.set_mesh(mesh_of(4)),
+        pytest.raises(ValueError, match=r"mesh is {'seq': 2}, and the mesh set here .* is {'seq': 4}"),
+    ):
+        ring_attention(*arrays(), mesh=mesh_of(2))
+
+
+def test_a_mesh_without_devices(mesh_of):
+    with pytest.raises(ValueError, match="an abstract mesh has no devices"):
+        ring_attention(*arrays(), mesh=mesh_of(2).abstract_mesh)
 
 
 def test_a_shard_outside_of_shard_map(mesh_of):

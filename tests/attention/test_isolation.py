@@ -68,6 +68,22 @@ def test_nothing_leaves_a_document(problem, layout, mask):
         assert not np.isfinite(after[name][document]).any(), name
 
 
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_numbers_whose_products_overflow_stay_in_their_document(problem, softcap):
+    options = {"packed": True, "mask": Mask(causal=False), "softcap": softcap}
+    case = problem(**options)
+    before = case.run(4, "zigzag", SMALL)
+    document = (case.segments == 2) | (case.segments < 0)
+    for which in (0, 1, 2, 3):
+        arrays = [x.copy() for x in case.inputs]
+        arrays[which][document] = 3e38
+        after = with_inputs(problem, arrays, **options).run(4, "zigzag", SMALL)
+        for name in before:
+            np.testing.assert_array_equal(before[name][~document], after[name][~document], err_msg=f"{which} {name}")
+        for name in ("out", "dq", "dk", "dv"):
+            assert (after[name][case.segments < 0] == 0).all(), name
+
+
 def test_broken_padding_has_no_effect_and_no_gradient(problem):
     case = problem(packed=True)
     before = case.run(4, "zigzag", SMALL)

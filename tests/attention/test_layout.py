@@ -79,10 +79,20 @@ def test_a_dim_that_is_not_there_is_refused():
         get_layout("zigzag").permute(np.ones(16), ring=4)
 
 
+def test_what_is_no_array_or_integer_is_refused():
+    layout = get_layout("zigzag")
+    with pytest.raises(ValueError, match="only arrays have an order of tokens; got list"):
+        layout.permute([1, 2], ring=2)
+    with pytest.raises(ValueError, match=r"the ring must be an integer of at least 1, got 2\.0"):
+        layout.positions(8, 2.0)
+    with pytest.raises(ValueError, match="the sequence length must be an integer of at least 1, got True"):
+        layout.positions(True, 2)
+
+
 def test_unknown_names_and_empty_rings_are_refused():
     with pytest.raises(ValueError, match="unknown layout 'spiral'; the layouts are contiguous, zigzag, striped"):
         get_layout("spiral")
     with pytest.raises(ValueError, match="the ring must be at least 1, got 0"):
         get_layout("zigzag").check(8, 0)
-    with pytest.raises(ValueError, match="the sequence length must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="the sequence length must be an integer of at least 1, got 0"):
         get_layout("zigzag").positions(0, 2)

@@ -1,5 +1,7 @@
 """The operator against the float64 oracle: forward, lse and every gradient."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -280,6 +282,62 @@ def count(primitive, jaxpr):
             inner = getattr(inner, "jaxpr", inner)
             total += count(primitive, inner) if hasattr(inner, "eqns") else 0
     return total
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_vmap_over_packed_documents(problem, mesh_of, layout):
+    case = problem(packed=True)
+    q, k, v = case.inputs[:3]
+    documents = np.stack([case.segments, np.flip(case.segments, axis=0)])
+
+    def attend(segments):
+        return ring_attention(q, k, v, mesh=mesh_of(4), layout=layout, segment_ids=segments, kernel=SMALL)
+
+    many = jax.vmap(attend)(jnp.asarray(documents))
+    np.testing.assert_allclose(many, np.stack([attend(one) for one in documents]), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("mask", [Mask(), Mask(window=5)], ids=["causal", "window"])
+def test_vmap_along_another_mesh_axis(problem, mesh_of, mask):
+    case, mesh = problem(packed=True), mesh_of(4, stage=2)
+    segments = jnp.stack([jnp.asarray(case.segments)] * 2)
+    arrays = [jnp.stack([jnp.asarray(x), 2 * jnp.asarray(x)]) for x in case.inputs[:3]]
+
+    def attend(q, k, v, segments):
+        return ring_attention(q, k, v, mesh=mesh, mask=mask, segment_ids=segments, kernel=SMALL)
+
+    def loss(*arrays, stages):
+        return (stages(*arrays, segments) ** 2).sum()
+
+    stages = jax.vmap(attend, spmd_axis_name="stage")
+    got = jax.jit(jax.grad(partial(loss, stages=stages), argnums=(0, 1, 2)))(*arrays)
+    want = jax.grad(partial(loss, stages=lambda *x: jnp.stack(list(map(attend, *x)))), argnums=(0, 1, 2))(*arrays)
+    for mine, theirs in zip(got, want, strict=True):
+        assert np.linalg.norm(mine - theirs) <= 1e-5 * np.linalg.norm(theirs)
+
+
+def test_positions_as_far_apart_as_can_be(mesh_of):
+    positions = np.array([[-(2**31), 0, 2**30, 2**31 - 1]], np.int32)
+    q = jnp.zeros((1, 4, 1, 4))
+    v = jnp.arange(16.0).reshape(1, 4, 1, 4)
+    options = {"positions": positions, "alibi_slopes": np.array([0.5], np.float32)}
+    for mask in (Mask(), Mask(causal=False), Mask(window=2**31 - 1)):
+        out, lse = ring_attention(q, q, v, mesh=mesh_of(2), mask=mask, return_lse=True, **options)
+        np.testing.assert_array_equal(out, v)  # everybody else is too far away
+        np.testing.assert_array_equal(lse, 0)
+
+
+@pytest.mark.parametrize("scale", [1e6, 1e9, 1e12])
+def test_large_scores_lose_precision_and_nothing_else(problem, scale):
+    # Weights stay between 0 and 1: values are averaged, however far the scores are from each other.
+    case = problem(value_dim=4)
+    q, k, v, dout, dlse = case.inputs
+    object.__setattr__(case, "inputs", (q * np.float32(scale), k, v, dout, dlse * 0))
+    results = case.run(2, "zigzag", SMALL)
+    assert all(np.isfinite(x).all() for x in results.values())
+    assert np.abs(results["out"]).max() <= np.abs(v).max()
+    seen = np.abs(dout).sum(axis=(1, 2)).max()  # a value gets at most every row's whole cotangent
+    assert np.abs(results["dv"]).max() <= seen
 
 
 @settings(max_examples=6, deadline=None, derandomize=True)

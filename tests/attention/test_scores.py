@@ -12,7 +12,7 @@ def test_slopes_of_powers_of_two_and_between():
     np.testing.assert_allclose(alibi_slopes(8), [2.0**-i for i in range(1, 9)])
     between = alibi_slopes(6)
     np.testing.assert_allclose(between, [2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8, 2.0**-1, 2.0**-3])
-    with pytest.raises(ValueError, match="at least 1, got 0"):
+    with pytest.raises(ValueError, match="an integer of at least 1, got 0"):
         alibi_slopes(0)
 
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ringjax.attention.softmax import Partial, merge
+from ringjax.attention.softmax import Partial, merge, merge_attention
 
 
 def partial_result(scores, values) -> Partial:
@@ -31,6 +31,27 @@ def test_merging_parts_in_any_order_gives_the_whole(scale, cuts):
         for merged in (merge(merge(parts[a], parts[b]), parts[c]), merge(parts[a], merge(parts[b], parts[c]))):
             np.testing.assert_allclose(merged.out, whole.out, rtol=2e-6, atol=1e-6)
             np.testing.assert_allclose(merged.lse, whole.lse, rtol=1e-6)
+
+
+OUT, LSE = jnp.ones((2, 3, 4)), jnp.zeros((2, 3))
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "message"),
+    [
+        ((OUT, LSE), (OUT[:1], LSE[:1]), r"of the same queries, got out \(2, 3, 4\) and \(1, 3, 4\)"),
+        ((OUT, LSE), (OUT[..., :1], LSE), "of the same queries"),
+        ((OUT.astype(int), LSE), (OUT, LSE), "a must be .*floating-point numbers; got out int32"),
+        ((OUT, LSE), (OUT, LSE[:1]), r"b must be .*lse float32 \(1, 3\)"),
+        ((LSE, OUT), (OUT, LSE), "a must be "),
+        ((OUT, LSE, LSE), (OUT, LSE), r"a must be \(out, lse\), two arrays"),
+        ((OUT, LSE), None, r"b must be \(out, lse\), two arrays"),
+        ((OUT, [0.0]), (OUT, LSE), r"a must be \(out, lse\), two arrays"),
+    ],
+)
+def test_merging_what_does_not_belong_together_is_refused(a, b, message):
+    with pytest.raises(ValueError, match=message):
+        merge_attention(a, b)
 
 
 def test_rows_without_keys_stay_empty_and_never_become_nan():

@@ -264,3 +264,16 @@ def test_settings_built_in_python_are_checked(small, tmp_path):
     with pytest.raises(ConfigError, match=r"data.seq_len: 130 does not fit mesh.seq = 4"), Trainer(config):
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+def test_cpu_devices_never_share_a_program_from_the_compilation_cache(small, tmp_path):
+    folder = tmp_path / "programs"
+    usual = jax.config.values["jax_compilation_cache_dir"]
+    try:
+        for ring, used in ((2, None), (1, str(folder))):
+            settings = (f"run.compilation_cache={folder}", f"mesh.seq={ring}")
+            with Trainer(small(tmp_path / str(ring), *settings)) as trainer:
+                assert jax.config.values["jax_compilation_cache_dir"] == used
+                assert any("the compilation cache is off" in note for note in trainer.notes) == (used is None)
+    finally:
+        jax.config.update("jax_compilation_cache_dir", usual)

@@ -158,8 +158,8 @@ class Tiles:
         q, k = self.relation.q_tokens, self.relation.k_tokens
         if self.relation.order is Order.SLOTS:
             lead = self.relation.lead
-            q = q._replace(positions=lead.stride * jnp.arange(self.q_len, dtype=jnp.int32)[None] + lead.by)
-            k = k._replace(positions=lead.stride * jnp.arange(self.k_len, dtype=jnp.int32)[None])
+            q = q._replace(positions=_run(self.q_len, lead.stride, q.segments) + lead.by)
+            k = k._replace(positions=_run(self.k_len, lead.stride, k.segments))
         if (self.q_len % self.q_tile or self.k_len % self.k_tile) and q.segments is None:
             # Tokens added to fill a tile are padding, which segments express.
             q = q._replace(segments=jnp.zeros((1, self.q_len), jnp.int32))
@@ -273,6 +273,14 @@ def by_rows(
     else:
         results = jax.lax.map(run, cuts)
     return tuple(x.reshape(batch, kv_heads, *x.shape[2:]) for x in results)
+
+
+def _run(length: int, stride: int, segments: jax.Array | None) -> jax.Array:
+    """0, stride, 2 stride, ... as int32, [n or 1, length]."""
+    run = stride * jnp.arange(length, dtype=jnp.int32)[None]
+    # Varies over the devices and over a caller's vmap as segments do: jax would make it vary where the two meet, and
+    # cannot under vmap. The compiler removes the 0.
+    return run if segments is None else run + 0 * segments[:, :1]
 
 
 def _tile_size(length: int, most: int) -> int:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from ringjax.attention.kernels.base import BlockKernel
 from ringjax.attention.kernels.tiles import Pair, State, Tiles, by_rows
+from ringjax.attention.scores import ScoreRule
 from ringjax.attention.softmax import Partial, filled, finite_or_zero
 
 
@@ -36,6 +37,8 @@ class XlaKernel(BlockKernel):
     name = "xla"
 
     def forward(self, q, k, v, relation, rule, heads) -> Partial:
+        unit = _unit(rule)
+
         def attend(tiles: Tiles, q: jax.Array, k: jax.Array, v: jax.Array) -> State:
             qs, ks, vs = tiles.cut_q(q), tiles.cut_k(k), tiles.cut_k(v)
             rows = qs.shape[:-1]
@@ -43,13 +46,14 @@ class XlaKernel(BlockKernel):
             def step(tile: State, pair: Pair) -> State:
                 out, top, total = tile
                 (q,), (k, v), broken = _tame(tiles, pair, (qs[pair.i],), (ks[pair.j], vs[pair.j]))
-                scores, unit, _ = _scores(tiles, pair, _dot("nxd,nsd->nxs", q, k))
+                scores, _ = _scores(tiles, pair, _dot("nxd,nsd->nxs", q, k))
                 if (seen := tiles.seen(pair)) is not None:
                     scores = jnp.where(seen, scores, -jnp.inf)
-                new_top = jnp.maximum(top, unit * scores.max(-1))
+                new_top = jnp.maximum(top, scores.max(-1))
                 shift = finite_or_zero(new_top)
-                p = _made_once(_seen(jnp.exp(unit * scores - shift[..., None]), seen, broken))
-                old = jnp.exp(top - shift)
+                # First the difference, which is never above 0, then the unit: no rounding makes a weight exceed 1.
+                p = _made_once(_seen(jnp.exp(unit * (scores - shift[..., None])), seen, broken))
+                old = jnp.exp(unit * (top - shift))
                 kept = tiles.keep(pair)
                 weights = p if kept is None else p * kept
                 out = out * old[..., None] + _dot("nxs,nsd->nxd", weights.astype(v.dtype), v)
@@ -58,13 +62,13 @@ class XlaKernel(BlockKernel):
             state = (filled(q, (*rows, v.shape[-1])), filled(q, rows, -jnp.inf), filled(q, rows))
             out, top, total = tiles.loop(step, state, sides="qqq")
             out = out / jnp.where(total == 0, 1.0, total)[..., None]
-            return tiles.join_q(out), tiles.join_q(finite_or_zero(top) + jnp.log(total))
+            return tiles.join_q(out), tiles.join_q(unit * finite_or_zero(top) + jnp.log(total))
 
         return Partial(*by_rows(attend, relation, rule, heads, (q, k, v), self.q_tile, self.k_tile))
 
     def backward(self, q, k, v, relation, rule, heads, lse, delta, dout):
         # Rows that see nothing, and rows added to fill a tile, get lse +inf: their probabilities are 0.
-        lse = jnp.where(jnp.isneginf(lse), jnp.inf, lse)
+        lse, unit = jnp.where(jnp.isneginf(lse), jnp.inf, lse), _unit(rule)
 
         def attend(tiles: Tiles, q, k, v, lse, delta, dout) -> State:
             qs, ks, vs, douts = tiles.cut_q(q), tiles.cut_k(k), tiles.cut_k(v), tiles.cut_q(dout)
@@ -76,14 +80,19 @@ class XlaKernel(BlockKernel):
                 dq, dk, dv = tile
                 of_queries = (qs[pair.i], douts[pair.i], deltas[pair.i])
                 (q, dout, delta), (k, v), broken = _tame(tiles, pair, of_queries, (ks[pair.j], vs[pair.j]))
-                scores, unit, slope = _scores(tiles, pair, _dot("nsd,nxd->nsx", k, q))
-                p = jnp.exp(unit * scores - tiles.along_q(lses[pair.i]))
-                p = _made_once(_seen(p, tiles.seen(pair), broken))
+                scores, slope = _scores(tiles, pair, _dot("nsd,nxd->nsx", k, q))
+                seen = tiles.seen(pair)
+                # No score is above the lse it is part of, but for rounding, which matters if scores are large.
+                p = jnp.exp(jnp.minimum(unit * scores - tiles.along_q(lses[pair.i]), 0.0))
+                p = _made_once(_seen(p, seen, broken))
                 dp = _dot("nsd,nxd->nsx", v, dout)
                 kept = tiles.keep(pair)
                 weights, dp = (p, dp) if kept is None else (p * kept, dp * kept)
                 ds = p * (dp - tiles.along_q(delta)) * tiles.rule.scale
-                ds = _made_once((ds if slope is None else ds * slope).astype(q.dtype))
+                ds = ds if slope is None else ds * slope
+                # Products of large finite numbers overflow, and 0 times that would be NaN where nothing is seen.
+                ds = ds if seen is None else jnp.where(seen, ds, 0.0)
+                ds = _made_once(ds.astype(q.dtype))
                 dq = dq + _dot("nsx,nsd->nxd", ds, k)
                 dk = dk + _dot("nsx,nxd->nsd", ds, q)
                 dv = dv + _dot("nsx,nxd->nsd", weights.astype(dout.dtype), dout)
@@ -97,20 +106,22 @@ class XlaKernel(BlockKernel):
         return by_rows(attend, relation, rule, heads, arrays, self.q_tile, self.k_tile, keys_first=True)
 
 
-def _scores(tiles: Tiles, pair: Pair, products: jax.Array) -> tuple[jax.Array, float, jax.Array | None]:
-    """Scores from the products of queries and keys.
+def _unit(rule: ScoreRule) -> float:
+    """What scores are counted in.
 
-    Returns:
-      Scores in some unit; that unit; and the slope of the softcap there, None = 1. The products themselves are scores
-      in the unit of the scale: then multiplying is left to the exponential, and the row maxima, which a CPU takes in
-      a loop of their own, need no other array of this size.
+    Where nothing but the scale acts on the products, they are scores in its unit: multiplying is left to the
+    exponential, and the row maxima, which a CPU takes in a loop of their own, need no other array of that size.
     """
-    rule = tiles.rule
+    return rule.scale if rule.scale > 0 and rule.softcap is None and not rule.alibi else 1.0
+
+
+def _scores(tiles: Tiles, pair: Pair, products: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """Scores in `_unit` from the products of queries and keys, and the slope of the softcap there, None = 1."""
+    if _unit(tiles.rule) != 1.0:
+        return products, None
+    scores, slope = tiles.rule.cap(products * tiles.rule.scale)
     bias = tiles.bias(pair)
-    if rule.scale > 0 and rule.softcap is None and bias is None:
-        return products, rule.scale, None
-    scores, slope = rule.cap(products * rule.scale)
-    return scores if bias is None else scores + bias, 1.0, slope
+    return scores if bias is None else scores + bias, slope
 
 
 def _seen(p: jax.Array, seen: jax.Array | None, broken: jax.Array | None) -> jax.Array:
