@@ -203,8 +203,8 @@ class Trainer:
         """Use `run.compilation_cache`, unless programs that come from it could hang."""
         folder = self.config.run.compilation_cache
         if self.mesh.size > 1 and self.mesh.devices.flat[0].platform == "cpu":
-            # When XLA (jax 0.10 to 0.12) reads a CPU program back, it forgets the order of its collectives: one device
-            # then enters two at once, and the others wait for it for ever.
+            # When XLA (jax 0.10 to 0.12) reads a CPU program back, it forgets the order of its collectives: one
+            # device then enters two at once, and the others wait for it for ever.
             if folder or jax.config.values["jax_compilation_cache_dir"]:
                 self.notes.append("the compilation cache is off: CPU devices that share a program from it can hang")
             jax.config.update("jax_compilation_cache_dir", None)

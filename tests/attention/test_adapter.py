@@ -62,7 +62,7 @@ def test_what_a_ring_cannot_do_is_refused(mesh_of):
         full(x, is_causal=True)
     with pytest.raises(ValueError, match="dropout_rate cannot be set here: the module decides"):
         attention_fn(dropout_rate=0.1)
-    with pytest.raises(ValueError, match="ring_attention has no option windw; it has .*mask"):
+    with pytest.raises(ValueError, match=r"ring_attention has no option windw; it has .*mask"):
         attention_fn(windw=3)
     with pytest.raises(ValueError, match="ring_attention_shard has no option mesh"):
         attention_fn(mesh=mesh_of(4), inside_shard_map=True)

@@ -84,7 +84,7 @@ def test_what_is_no_array_or_integer_is_refused():
     with pytest.raises(ValueError, match="only arrays have an order of tokens; got list"):
         layout.permute([1, 2], ring=2)
     with pytest.raises(ValueError, match=r"the ring must be an integer of at least 1, got 2\.0"):
-        layout.positions(8, 2.0)
+        layout.positions(8, 2.0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="the sequence length must be an integer of at least 1, got True"):
         layout.positions(True, 2)
 

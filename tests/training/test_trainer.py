@@ -47,14 +47,14 @@ def alone(first_losses) -> list[float]:
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["mesh.seq=2"],
+        pytest.param(["mesh.seq=2"], marks=pytest.mark.slow),
         ["mesh.seq=4"],
-        ["mesh.seq=4", "attention.layout=contiguous"],
-        ["mesh.seq=4", "attention.layout=striped"],
+        pytest.param(["mesh.seq=4", "attention.layout=contiguous"], marks=pytest.mark.slow),
+        pytest.param(["mesh.seq=4", "attention.layout=striped"], marks=pytest.mark.slow),
         ["mesh.data=2", "optim.accumulate=2"],
         MIXED,
     ],
-    ids=" ".join,
+    ids=str,
 )
 def test_every_mesh_and_layout_gives_the_losses_of_one_device(first_losses, alone, overrides):
     assert first_losses(*overrides) == pytest.approx(alone, rel=1e-4)
@@ -193,7 +193,13 @@ def half(whole, tmp_path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "overrides", [["mesh.seq=4", "attention.layout=striped"], MIXED, ["mesh.seq=1"]], ids=" ".join
+    "overrides",
+    [
+        pytest.param(["mesh.seq=4", "attention.layout=striped"], marks=pytest.mark.slow),
+        MIXED,
+        pytest.param(["mesh.seq=1"], marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_a_run_goes_on_with_another_mesh_and_layout(whole, small, half, overrides):
     with Trainer(small(half, *SAVING, *overrides)) as trainer:
