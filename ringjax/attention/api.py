@@ -121,9 +121,8 @@ def ring_attention(
     sizes, size = dict(mesh.shape), mesh.shape[axes.seq]
     (batch, _, num_heads, dim), kv_heads = q.shape, k.shape[2]
     check_cuts(sizes, axes, batch, num_heads, kv_heads)
-    slopes, sinks = check_slopes(alibi_slopes, num_heads), check_sinks(sinks, num_heads)
-    rate, seed = check_dropout(dropout_rate, dropout_seed)
-    rule = ScoreRule(_scale(scale, dim), softcap, rate, slopes is not None)
+    sinks, slopes = check_sinks(sinks, num_heads), check_slopes(alibi_slopes, num_heads)
+    rule, seed = _rule(dim, scale, softcap, slopes, dropout_rate, dropout_seed)
     tokens = _tokens(q, k, mask, rule, segment_ids, positions, kv_segment_ids, kv_positions)
     if positions is None:
         mask = mask.within(k.shape[1])
@@ -138,8 +137,7 @@ def ring_attention(
     out, lse = compiled_attention(program, q, k, v, Side(*tokens, heads))
     if fill_q.needed:
         out, lse = fill_q.take(out), fill_q.take(lse)
-    out = out if sinks is None else _with_sinks(out, lse, sinks)
-    return (out, lse) if return_lse else out
+    return _finished(out, lse, sinks, return_lse)
 
 
 def ring_attention_shard(
@@ -226,9 +224,8 @@ def ring_attention_shard(
     for x in (q, k):
         ring_layout.check(x.shape[1] * size, size)
     batch, _, num_heads, dim = q.shape
-    slopes, sinks = check_slopes(alibi_slopes, num_heads), check_sinks(sinks, num_heads)
-    rate, seed = check_dropout(dropout_rate, dropout_seed)
-    rule = ScoreRule(_scale(scale, dim), softcap, rate, slopes is not None)
+    sinks, slopes = check_sinks(sinks, num_heads), check_slopes(alibi_slopes, num_heads)
+    rule, seed = _rule(dim, scale, softcap, slopes, dropout_rate, dropout_seed)
     tokens = _tokens(q, k, mask, rule, segment_ids, positions, kv_segment_ids, kv_positions)
     heads = _heads(slopes, seed, _numbers(axes.batch, batch), _numbers((axes.head,) if axes.head else (), num_heads))
     if positions is None:
@@ -236,8 +233,7 @@ def ring_attention_shard(
     ring = Ring(axes.seq, size, ring_layout, mask, rule, get_kernel(kernel))
     inputs = _varying_alike((q, k, v, Side(*tokens, heads)), axes.seq)
     out, lse = attention(LocalProgram(ring), *inputs)  # type: ignore[misc]
-    out = out if sinks is None else _with_sinks(out, lse, sinks)
-    return (out, lse) if return_lse else out
+    return _finished(out, lse, sinks, return_lse)
 
 
 class _Filling:
@@ -321,14 +317,20 @@ def _heads(slopes: np.ndarray | None, seed: jax.Array | None, batch: jax.Array, 
     )
 
 
-def _with_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> jax.Array:
-    """out * exp(lse) / (exp(lse) + exp(sink)); 0 stays 0 where there is no key."""
-    share = jax.nn.sigmoid(finite_or_zero(lse) - sinks)
-    return (out.astype(jnp.float32) * share[..., None]).astype(out.dtype)
+def _rule(
+    dim: int, scale: float | None, softcap: float | None, slopes: np.ndarray | None, rate: Any, seed: Any
+) -> tuple[ScoreRule, jax.Array | None]:
+    """What happens to scores, and the seed of dropout, checked."""
+    rate, seed = check_dropout(rate, seed)
+    return ScoreRule(dim**-0.5 if scale is None else float(scale), softcap, rate, slopes is not None), seed
 
 
-def _scale(scale: float | None, dim: int) -> float:
-    return dim**-0.5 if scale is None else float(scale)
+def _finished(out: jax.Array, lse: jax.Array, sinks: jax.Array | None, return_lse: bool) -> Any:
+    """What the caller gets: with sinks out * exp(lse) / (exp(lse) + exp(sink)), and the lse if asked for."""
+    if sinks is not None:
+        share = jax.nn.sigmoid(finite_or_zero(lse) - sinks)  # 0 stays 0 where there is no key
+        out = (out.astype(jnp.float32) * share[..., None]).astype(out.dtype)
+    return (out, lse) if return_lse else out
 
 
 def _mesh(mesh: Mesh | AbstractMesh | None, seq_axis: str, q: Any) -> Mesh | AbstractMesh:

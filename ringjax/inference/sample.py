@@ -53,8 +53,7 @@ def generate(
     sizes = dict(jax.sharding.get_abstract_mesh().shape)
     rows, ring = sizes.get("data", 1) * sizes.get("fsdp", 1), sizes.get("seq", 1)
     total = len(prompt) + count
-    multiple = get_layout(layout).multiple(ring)
-    length = -(-total // multiple) * multiple
+    length = get_layout(layout).filled(total, ring)
     tokens = np.zeros(length, np.int32)
     tokens[: len(prompt)] = prompt
     positions = get_layout(layout).positions(length, ring)
