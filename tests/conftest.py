@@ -8,6 +8,12 @@ from jax._src import compiler
 
 DEVICES = 16
 
+# Compilation is most of the suite's time, and at this size optimised programs win nothing back. The full-size checks
+# (-m slow) are compiled as users' programs are. In the environment, so that commands which tests start do likewise.
+QUICK_COMPILER = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+if jax.__version_info__ < (0, 11):  # since then there is one kind of emitter
+    QUICK_COMPILER["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_use_fusion_emitters=false"
+
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", DEVICES)
 
@@ -17,13 +23,24 @@ os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 jax.config.update("jax_compilation_cache_dir", None)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Before the first program: XLA reads its flags once."""
+    if "not slow" in config.option.markexpr:
+        os.environ.update(QUICK_COMPILER)
+        jax.config.update("jax_disable_most_optimizations", True)
+
+
+# Each CPU program takes some 30 memory mappings, of which Linux grants a process 65530: 240 tests can use them up.
+KEPT_PROGRAMS = 400
+
+
 @pytest.fixture(scope="session", autouse=True)
 def programs_are_compiled_once():
     """Equal programs share one executable in memory: most of the suite's time is compilation.
 
     jax has no public place for this. Programs that call back into Python are left out.
     """
-    compile_program, programs = compiler.compile_or_get_cached, {}
+    compile_program = compiler.compile_or_get_cached
 
     def compile_once(backend, computation, devices, options, host_callbacks, *rest):
         if host_callbacks:
@@ -36,6 +53,18 @@ def programs_are_compiled_once():
     compiler.compile_or_get_cached = compile_once
     yield
     compiler.compile_or_get_cached = compile_program
+
+
+programs: dict = {}
+
+
+@pytest.fixture(autouse=True)
+def programs_are_few():
+    """Forget them all before they use up what the system grants: jax keeps its own references too."""
+    yield
+    if len(programs) > KEPT_PROGRAMS:
+        programs.clear()
+        jax.clear_caches()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

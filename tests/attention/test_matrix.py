@@ -3,7 +3,6 @@
 import itertools
 from functools import cache
 
-import jax
 import pytest
 
 from ringjax.attention import Mask
@@ -80,15 +79,6 @@ def test_equals_the_oracle(problem, layout, mask, ring, heads, scores):
     check(problem, layout, mask, ring, heads, scores)
 
 
-@pytest.fixture(autouse=True)
-def quick_compiler():
-    """Compilation with few optimisations: it takes most of the time, and the other files have the usual ones."""
-    usual = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", usual)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "mask", "ring", "heads", "scores"), REST)
 def test_equals_the_oracle_in_every_combination(problem, layout, mask, ring, heads, scores):
@@ -103,10 +93,21 @@ def errors_alone(problem, mask, scores):
 
 
 def check_bfloat16(problem, layout, mask, ring, scores):
-    """Hops and merges add at most a quarter to the error of one device; the lse has float32 errors in both."""
+    """Hops and merges add at most a quarter to the error of one device; the lse has float32 errors in both.
+
+    The gradients of four sinks are four sums of rounding errors, in which chance decides: see the next test for those.
+    """
     case = problem(**settings(mask, 16, "gqa", scores), dtype="bfloat16")
     alone, spread = errors_alone(problem, mask, scores), case.errors(case.run(ring, layout))
+    spread.pop("dsinks", None)
     assert all(spread[name] <= max(1.25 * alone[name], BARS[name]) for name in spread), (alone, spread)
+
+
+@pytest.mark.parametrize("ring", [4, 16])
+def test_bfloat16_loses_no_gradient_of_many_sinks(problem, ring):
+    case = problem(heads=512, kv_heads=512, dim=4, value_dim=4, seq=32, batch=1, with_sinks=True, dtype="bfloat16")
+    alone, spread = (case.errors(case.run(size, "zigzag")) for size in (1, ring))
+    assert 0 < spread["dsinks"] <= 1.25 * alone["dsinks"], (alone, spread)
 
 
 IN_BFLOAT16 = [
