@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from ringjax.attention.kernels.base import BlockKernel, Order, Relation
 from ringjax.attention.layout import Layout
+from ringjax.attention.loop import loop
 from ringjax.attention.mask import Mask, Tokens
 from ringjax.attention.meeting import Call, Chunks
 from ringjax.attention.route import Route, routes
@@ -79,14 +80,14 @@ class Ring:
         """Everything after the first hop and the own block."""
         length = arriving.kv.shape[2]
 
-        def step(carry: tuple[Block, Partial], i: jax.Array) -> tuple[tuple[Block, Partial], None]:
+        def step(carry: tuple[Block, Partial], i: jax.Array) -> tuple[Block, Partial]:
             block, part = carry
             following = route.hop(block)
-            return (following, attend(part, block, route.call(i), route.positions(i, length))), None
+            return following, attend(part, block, route.call(i), route.positions(i, length))
 
         last = route.steps
         if last > 1:
-            (arriving, part), _ = jax.lax.scan(step, (arriving, part), jnp.arange(1, last))
+            arriving, part = loop(step, (arriving, part), jnp.arange(1, last))
         if last > 0:
             part = attend(part, arriving, route.call(last), route.positions(last, length))
         return part
@@ -132,16 +133,16 @@ class Ring:
         """Everything after the first hop and the own block -> dq, and the others' share in the own block's dkv."""
         length, last = arriving.kv.shape[2], route.steps
 
-        def step(carry: tuple[Block, Gradients], i: jax.Array) -> tuple[tuple[Block, Gradients], None]:
+        def step(carry: tuple[Block, Gradients], i: jax.Array) -> tuple[Block, Gradients]:
             block, (dq, dkv) = carry
             following, dkv = route.hop(block), route.hop(dkv)
             dq, share = attend(dq, block, route.call(i), route.positions(i, length))
-            return (following, (dq, dkv + share)), None
+            return following, (dq, dkv + share)
 
         following = route.hop(arriving) if last > 1 else arriving
         dq, dkv = attend(dq, arriving, route.call(1), route.positions(1, length))
         if last > 2:
-            (following, (dq, dkv)), _ = jax.lax.scan(step, (following, (dq, dkv)), jnp.arange(2, last))
+            following, (dq, dkv) = loop(step, (following, (dq, dkv)), jnp.arange(2, last))
         if last > 1:
             dkv = route.hop(dkv)
             dq, share = attend(dq, following, route.call(last), route.positions(last, length))
@@ -197,12 +198,10 @@ class Ring:
             return _if(call.when, lambda state: attend(state, _Slots(), _Slots()), state)
         size = self.layout.chunks
 
-        def step(state: T, pair: Chunks) -> tuple[T, None]:
-            return _if(
-                pair.when, lambda state: attend(state, _Slots(pair.q, size), _Slots(pair.k, size)), state
-            ), None
+        def step(state: T, pair: Chunks) -> T:
+            return _if(pair.when, lambda state: attend(state, _Slots(pair.q, size), _Slots(pair.k, size)), state)
 
-        return jax.lax.scan(step, state, call.chunks)[0]
+        return loop(step, state, call.chunks)
 
     def _relation(
         self, call: Call, q_slots: "_Slots", q: Tokens, k_slots: "_Slots", k: Tokens, k_positions: jax.Array

@@ -95,7 +95,7 @@ def errors_alone(problem, mask, scores):
 def check_bfloat16(problem, layout, mask, ring, scores):
     """Hops and merges add at most a quarter to the error of one device; the lse has float32 errors in both.
 
-    The gradients of four sinks are four sums of rounding errors, in which chance decides: see the next test for those.
+    The gradients of four sinks are four sums of rounding errors, in which chance decides: the next test has many.
     """
     case = problem(**settings(mask, 16, "gqa", scores), dtype="bfloat16")
     alone, spread = errors_alone(problem, mask, scores), case.errors(case.run(ring, layout))

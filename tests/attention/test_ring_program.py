@@ -120,3 +120,25 @@ def test_memory_depends_on_the_block_and_not_on_the_ring(big_rings):
     # another is at work, and with 4 the loop has one trip, which XLA writes out.
     block = 512 * 2 * (16 + 16) * 4
     assert all(abs(few - backward[3]) <= 4 * block for few in backward[:2]), backward
+
+
+@pytest.mark.parametrize("wrap", ["scan", "checkpoint"])
+def test_a_caller_who_scans_or_checkpoints_keeps_no_tiles(mesh_of, wrap):
+    """jax looks inside for what it can compute beforehand: kept, that would be masks and weights of all pairs."""
+
+    def loss(x, segments):
+        def attend(x):
+            return ring_attention(x, x, x, mesh=mesh_of(1), segment_ids=segments, kernel=XlaKernel(64, 64))
+
+        if wrap == "scan":
+            return jax.lax.scan(lambda x, scale: (attend(x * scale), None), x, jnp.ones(3))[0].sum()
+        return jax.checkpoint(lambda x: attend(attend(x)))(x).sum()
+
+    def temporary_bytes(length):
+        x, segments = jnp.zeros((1, length, 2, 8)), jnp.zeros((1, length), jnp.int32)
+        plan = jax.jit(jax.grad(loss)).lower(x, segments).compile().memory_analysis()
+        assert plan is not None
+        return plan.temp_size_in_bytes
+
+    quarter, half, whole = (temporary_bytes(length) for length in (1024, 2048, 4096))
+    assert whole - half <= 2.1 * (half - quarter), (quarter, half, whole)

@@ -13,8 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ringjax.attention.kernels.base import Order, Relation
+from ringjax.attention.loop import loop
 from ringjax.attention.mask import Tokens, may_meet, visible
 from ringjax.attention.scores import Heads, ScoreRule, alibi_bias, keep
+from ringjax.attention.softmax import filled
 
 State = tuple[jax.Array, ...]
 
@@ -128,7 +130,7 @@ class Tiles:
     def _visit(self, step, state: State, sides: str, pairs: np.ndarray, q: Tokens, k: Tokens) -> State:
         needed = self._needed(pairs, q, k)
 
-        def body(state: State, at: tuple) -> tuple[State, None]:
+        def body(state: State, at: tuple) -> State:
             i, j, need = at
             index = [i if side == "q" else j for side in sides]
             tile = tuple(x[at] for x, at in zip(state, index, strict=True))
@@ -138,11 +140,9 @@ class Tiles:
                 return step(tile, pair)
 
             tile = attend(tile) if need is None else jax.lax.cond(need, attend, lambda tile: tile, tile)
-            return tuple(x.at[at].set(new) for x, at, new in zip(state, index, tile, strict=True)), None
+            return tuple(x.at[at].set(new) for x, at, new in zip(state, index, tile, strict=True))
 
-        if len(pairs) == 1:
-            return body(state, (pairs[0, 0], pairs[0, 1], None if needed is None else needed[0]))[0]
-        return jax.lax.scan(body, state, (pairs[:, 0], pairs[:, 1], needed))[0]
+        return loop(body, state, (pairs[:, 0], pairs[:, 1], needed))
 
     def _needed(self, pairs: np.ndarray, q: Tokens, k: Tokens) -> jax.Array | None:
         """Which pairs have to be visited; None = all."""
@@ -271,8 +271,21 @@ def by_rows(
     if rows == count:
         results = tuple(x[None] for x in run(jax.tree.map(lambda x: x[0], cuts)))
     else:
-        results = jax.lax.map(run, cuts)
+        results = _map(run, cuts, like=arrays[0])
     return tuple(x.reshape(batch, kv_heads, *x.shape[2:]) for x in results)
+
+
+def _map(run: Callable[[tuple], State], cuts: tuple, like: jax.Array) -> State:
+    """`jax.lax.map(run, cuts)` by way of `loop`; the results are float32."""
+    count = jax.tree.leaves(cuts)[0].shape[0]
+    shapes = jax.eval_shape(run, jax.tree.map(lambda x: x[0], cuts))
+
+    def step(results: State, at: tuple) -> State:
+        i, some = at
+        return tuple(x.at[i].set(new) for x, new in zip(results, run(some), strict=True))
+
+    start = tuple(filled(like, (count, *shape.shape)) for shape in shapes)
+    return loop(step, start, (jnp.arange(count), cuts))
 
 
 def _run(length: int, stride: int, segments: jax.Array | None) -> jax.Array:
