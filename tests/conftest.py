@@ -1,4 +1,4 @@
-"""Every test runs on 16 virtual CPU devices in float32; nothing is skipped for want of hardware."""
+"""Every test runs on 32 virtual CPU devices in float32; nothing is skipped for want of hardware."""
 
 import os
 
@@ -6,7 +6,7 @@ import jax
 import pytest
 from jax._src import compiler
 
-DEVICES = 16
+DEVICES = 32
 
 # Compilation is most of the suite's time, and at this size optimised programs win nothing back. The full-size checks
 # (-m slow) are compiled as users' programs are. In the environment, so that commands which tests start do likewise.
@@ -76,7 +76,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def devices():
-    """The 16 virtual devices the suite is written for."""
+    """The 32 virtual devices the suite is written for."""
     found = jax.devices()
     assert len(found) == DEVICES, f"the tests need {DEVICES} CPU devices, found {found}"
     return found

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.stages import Compiled
 
-from ringjax.parallel import used
+from ringjax.parallel import STACKED, used
 
 _KINDS = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
 _OPERATION = re.compile(rf"= (\(.*?\)|\S+) ({_KINDS})(?:-start)?\(")
@@ -47,7 +47,7 @@ def weights_in_use(params: nnx.State) -> set[tuple[int, ...]]:
     found = set()
     for param in jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)):
         value, dims = param[...], param.get_metadata("dims")
-        stacked = dims[0] == "layers"
+        stacked = len(STACKED) if dims[0] == STACKED[0] else 0
         spec = used(dims[stacked:])
         found.add(NamedSharding(value.sharding.mesh, spec).shard_shape(value.shape[stacked:]))
     return found
@@ -88,3 +88,10 @@ def executed(compiled: Compiled) -> Counter[tuple[str, str, tuple[int, ...]]]:
 def _arrays(result: str) -> list[tuple[str, tuple[int, ...]]]:
     """Type and shape of each array of an operation's result, as the text writes it."""
     return [(dtype, tuple(int(n) for n in sizes.split(",") if n)) for dtype, sizes in _TYPED.findall(result)]
+
+
+def trips(compiled: Compiled) -> list[int]:
+    """How often each loop of a program runs."""
+    text = compiled.as_text()
+    assert text
+    return [int(count) for count in _TRIPS.findall(text)]

@@ -49,13 +49,42 @@ def check_config(config: Config) -> list[Problem]:
       >>> problems[0].keys
       ('model.heads', 'model.kv_heads')
     """
-    rules = (_model, _tensor, _embed, _batch, _sequence, _source)
+    rules = (_model, _pipeline, _tensor, _embed, _batch, _sequence, _source)
     return [problem for rule in rules for problem in rule(config)]
 
 
 def _model(config: Config) -> Iterator[Problem]:
     yield from _multiple(config, "model.heads", ("model.kv_heads",), "each key/value head serves equally many")
     yield from _multiple(config, "model.head_dim", (), "RoPE rotates pairs", factor=2)
+
+
+def _pipeline(config: Config) -> Iterator[Problem]:
+    stages, train = config.mesh.stage, config.train
+    if stages == 1:
+        for name, unused in (("microbatches", None), ("rounds", 1)):
+            if (value := getattr(train, name)) != unused:
+                yield Problem(
+                    (f"train.{name}", "mesh.stage"),
+                    f"{value} would change nothing, because mesh.stage = 1 is no pipeline; raise mesh.stage, or "
+                    f"leave train.{name} out"
+                    + ("; optim.accumulate cuts a batch into parts" if unused is None else ""),
+                )
+        return
+    reason = "each stage holds as many layers in every round"
+    layers, length = config.model.layers, len(config.model.windows)
+    if length > 1:
+        divisor = stages * train.rounds * length
+        if layers % divisor:
+            yield Problem(
+                ("model.layers", "mesh.stage", "train.rounds", "model.window"),
+                f"{layers} is not a multiple of mesh.stage * train.rounds * the {length} windows of the pattern = "
+                f"{stages} * {train.rounds} * {length} = {divisor} ({reason}, and each begins the pattern); use "
+                f"model.layers = {-(-layers // divisor) * divisor}, or fewer stages, rounds or windows",
+            )
+    else:
+        yield from _multiple(config, "model.layers", ("mesh.stage", "train.rounds"), reason)
+    if train.microbatches is not None:
+        yield from _multiple(config, "train.microbatches", ("mesh.stage",), "each stage holds as many of them")
 
 
 def _tensor(config: Config) -> Iterator[Problem]:
@@ -77,12 +106,17 @@ def _embed(config: Config) -> Iterator[Problem]:
 
 
 def _batch(config: Config) -> Iterator[Problem]:
-    yield from _multiple(
-        config,
-        "data.batch",
-        ("mesh.data", "mesh.fsdp", "optim.accumulate"),
-        "each part of a batch is shared out over the data and fsdp axes",
-    )
+    divisors = ("mesh.data", "mesh.fsdp", "optim.accumulate")
+    if config.mesh.stage == 1:
+        yield from _multiple(
+            config, "data.batch", divisors, "each part of a batch is shared out over the data and fsdp axes"
+        )
+        return
+    microbatches = "mesh.stage" if config.train.microbatches is None else "train.microbatches"
+    reason = "each microbatch of each part is shared out over the data and fsdp axes"
+    if microbatches == "mesh.stage":
+        reason += "; train.microbatches is null, so there are as many as stages"
+    yield from _multiple(config, "data.batch", (*divisors, microbatches), reason)
 
 
 def _sequence(config: Config) -> Iterator[Problem]:

@@ -125,5 +125,8 @@ def _requirement(rule: dict[str, Any]) -> str:
             return "non-empty text" if rule.get("minLength") else "text"
         case "boolean":
             return "true or false"
+        case "array":
+            items = rule["items"]
+            return f"a list, each {' or '.join(_requirement(item) for item in items.get('anyOf', [items]))},"
         case kind:
             return kind

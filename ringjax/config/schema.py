@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Count = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
+# YAML has lists, and what never changes is a tuple: hence not strict.
+Windows = Annotated[tuple[Count | None, ...], Field(strict=False, min_length=1)]
 Unit = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -37,7 +39,7 @@ class RunConfig(Section):
 class MeshConfig(Section):
     """Devices along each mesh axis; their product is the number of devices used."""
 
-    stage: Literal[1] = Field(default=1, description="pipeline stages (one stage only, so far)")
+    stage: Count = Field(default=1, description="pipeline stages: each holds its share of the layers")
     data: Count = Field(default=1, description="replicas of the parameters, each with its share of the batch")
     fsdp: Count = Field(default=1, description="as data, and parameters and optimizer state are sharded over it")
     seq: Count = Field(default=1, description="the ring: the sequence is sharded over it")
@@ -67,7 +69,20 @@ class ModelConfig(Section):
     rope_theta: float = Field(default=10_000.0, gt=0, description="base of the rotary frequencies")
     norm_eps: float = Field(default=1e-6, gt=0, description="added to the mean square inside RMSNorm")
     tied_embeddings: bool = Field(default=True, description="the output head is the embedding, transposed")
+    window: Count | Windows | None = Field(
+        default=None,
+        description="tokens that one sees, itself and those right before it; null = all; a list is a pattern that "
+        "goes through the layers again and again, as [1024, 1024, null]",
+    )
+    mlp_chunk: Count | None = Field(
+        default=None, description="tokens of each device whose MLP is computed at one time; null = all"
+    )
     loss_chunk: Count = Field(default=512, description="tokens of each device whose logits exist at one time")
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The pattern of windows, of at least one layer."""
+        return self.window if isinstance(self.window, tuple) else (self.window,)
 
 
 class DataConfig(Section):
@@ -111,8 +126,20 @@ class TrainConfig(Section):
     precision: Literal["float32", "bfloat16"] = Field(
         default="float32", description="type of the computation; weights and optimizer state stay float32"
     )
-    remat: Literal["none", "block"] = Field(
-        default="block", description="what the backward pass recomputes; block never replays attention"
+    remat: Literal["none", "attention", "block", "full"] = Field(
+        default="block",
+        description="what the backward pass computes again: none = nothing; attention = all but what goes into and "
+        "comes out of attention; block = all but attention's result; full = that too, with one more lap of the ring",
+    )
+    scan_layers: bool = Field(
+        default=True, description="equal layers are one loop of the program; false = a longer program"
+    )
+    microbatches: Count | None = Field(
+        default=None,
+        description="parts of a batch that follow each other through the stages; null = as many as stages",
+    )
+    rounds: Count = Field(
+        default=1, description="groups of layers on each stage: the more, the shorter the bubble (circular schedule)"
     )
     sample_tokens: NonNegative = Field(default=200, description="tokens of text generated at the end; 0 = none")
 

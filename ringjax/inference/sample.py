@@ -10,6 +10,7 @@ from flax import nnx
 
 from ringjax.attention import get_layout
 from ringjax.models import Decoder
+from ringjax.parallel import device_count
 
 _PIECE = 16  # tokens between two looks at `stop`
 
@@ -50,14 +51,13 @@ def generate(
         raise ValueError(f"generate needs a prompt of at least 1 token and count >= 0, got {len(prompt)} and {count}")
     if not 1 <= num_ids <= decoder.vocab_size:
         raise ValueError(f"num_ids must be 1 to {decoder.vocab_size}, the model's vocabulary, got {num_ids}")
-    sizes = dict(jax.sharding.get_abstract_mesh().shape)
-    rows, ring = sizes.get("data", 1) * sizes.get("fsdp", 1), sizes.get("seq", 1)
+    rows, ring = decoder.microbatches * device_count("batch"), device_count("seq")
     total = len(prompt) + count
     length = get_layout(layout).filled(total, ring)
     tokens = np.zeros(length, np.int32)
     tokens[: len(prompt)] = prompt
     positions = get_layout(layout).positions(length, ring)
-    # Every row of the batch computes the same text: the mesh wants a row for each of its data devices.
+    # Every row of the batch computes the same text: the mesh wants one for each data device and microbatch.
     tokens_BS = np.broadcast_to(tokens[positions], (rows, length))
     definition, params = nnx.split(decoder)
     run = jax.jit(partial(_generate, definition, num_ids=num_ids, temperature=temperature))

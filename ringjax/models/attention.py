@@ -5,6 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from ringjax.attention import Mask, ring_attention
 from ringjax.config import AttentionConfig, ModelConfig
@@ -38,7 +39,11 @@ class Attention(nnx.Module):
         self.out = normal_param(rngs, (heads, head_dim, dim), ("heads", "head_dim", "embed"), std)
 
     def __call__(
-        self, x_BSM: jax.Array, rotary: tuple[jax.Array, jax.Array], segment_ids: jax.Array | None
+        self,
+        x_BSM: jax.Array,
+        rotary: tuple[jax.Array, jax.Array],
+        segment_ids: jax.Array | None,
+        window: int | None = None,
     ) -> jax.Array:
         """Mix tokens of the same document, each with those before it.
 
@@ -46,20 +51,21 @@ class Attention(nnx.Module):
           x_BSM: input, in layout order.
           rotary: cosine and sine of `rotary_angles`.
           segment_ids: [B, S] document of each token, negative for padding; None = one document a row.
+          window: tokens that one sees, itself and those right before it; None = all.
 
         Returns:
           [B, S, M].
         """
-        q_BSHD = rotate(self._project(x_BSM, self.q, "heads"), *rotary)
-        k_BSKD = rotate(self._project(x_BSM, self.k, "kv_heads"), *rotary)
-        v_BSKD = self._project(x_BSM, self.v, "kv_heads")
+        q_BSHD = checkpoint_name(rotate(self._project(x_BSM, self.q, "heads"), *rotary), "attention_q")
+        k_BSKD = checkpoint_name(rotate(self._project(x_BSM, self.k, "kv_heads"), *rotary), "attention_k")
+        v_BSKD = checkpoint_name(self._project(x_BSM, self.v, "kv_heads"), "attention_v")
         out_BSHD = ring_attention(
             q_BSHD,
             k_BSKD,
             v_BSKD,
             mesh=single_device_mesh() if jax.sharding.get_abstract_mesh().empty else None,
             layout=self.attention.layout,
-            mask=Mask(causal=True),
+            mask=Mask(causal=True, window=window),
             segment_ids=segment_ids,
             strategy=self.attention.strategy,
             kernel=self.attention.kernel,

@@ -1,20 +1,28 @@
 """The decoder: embedding, a scanned stack of blocks, final norm and output head."""
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from flax import nnx
 
 from ringjax.config import AttentionConfig, ModelConfig
 from ringjax.models.attention import Attention
 from ringjax.models.layers import RMSNorm, SwiGLU, normal_param, use
 from ringjax.models.rope import rotary_angles
-from ringjax.parallel import constrain
+from ringjax.parallel import STACKED, Schedule, constrain, device_count, run_pipeline
 
-# What the backward pass keeps of a block besides its input. `ring_attention` gives these names to its
-# residuals; with them kept, recomputing a block does not send keys and values around the ring again.
-KEPT = ("attention_out", "attention_lse")
+# What the backward pass keeps of a block besides its input, by remat policy; it recomputes the rest. The names are
+# given by `ring_attention` (its result) and by `Attention` (what goes into it). With the result kept, recomputing a
+# block does not send keys and values around the ring again.
+_RESULT = ("attention_out", "attention_lse")
+KEPT = {
+    "attention": ("attention_q", "attention_k", "attention_v", *_RESULT),
+    "block": _RESULT,
+    "full": (),
+}
 
 
 class Block(nnx.Module):
@@ -25,12 +33,16 @@ class Block(nnx.Module):
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.attention = Attention(config, attention, output_scale, dtype, rngs)
         self.mlp_norm = RMSNorm(config.dim, config.norm_eps)
-        self.mlp = SwiGLU(config.dim, config.mlp_dim, output_scale, dtype, rngs)
+        self.mlp = SwiGLU(config.dim, config.mlp_dim, output_scale, dtype, rngs, config.mlp_chunk)
 
     def __call__(
-        self, x_BSM: jax.Array, rotary: tuple[jax.Array, jax.Array], segment_ids: jax.Array | None
+        self,
+        x_BSM: jax.Array,
+        rotary: tuple[jax.Array, jax.Array],
+        segment_ids: jax.Array | None,
+        window: int | None = None,
     ) -> jax.Array:
-        x_BSM = x_BSM + self.attention(self.attention_norm(x_BSM), rotary, segment_ids)
+        x_BSM = x_BSM + self.attention(self.attention_norm(x_BSM), rotary, segment_ids, window)
         return x_BSM + self.mlp(self.mlp_norm(x_BSM))
 
 
@@ -38,8 +50,9 @@ class Decoder(nnx.Module):
     """A Llama-family decoder.
 
     Pre-norm blocks of grouped-query attention with RoPE and of SwiGLU; no biases. Weights are float32 and cast
-    to `dtype` where they are used; the residual stream has that type too. The N blocks are one block whose
-    weights have a leading "layers" dim, and run in a `lax.scan`.
+    to `dtype` where they are used; the residual stream has that type too. The N blocks are one block whose weights
+    have leading dims "rounds" and "layers", V and N / V, in the order of the layers; they run in a `lax.scan`, and
+    on a mesh with stages in a pipeline (`ringjax.parallel.run_pipeline`).
 
     The mesh is the one set with `jax.set_mesh` when the model is called; without one the model runs on one device.
     All inputs are in layout order on that mesh's "seq" axis.
@@ -49,7 +62,11 @@ class Decoder(nnx.Module):
       vocab_size: V, rows of the embedding.
       attention: layout of the sequence, strategy and kernel.
       dtype: type of the computation, float32 or bfloat16.
-      remat: "none", or "block" to keep one input a block, with attention's result, and recompute the rest.
+      remat: what the backward pass recomputes: "none", "attention" (all but what attention takes and gives),
+        "block" (all but attention's result), "full" (all of a block, with one more lap of the ring).
+      rounds: groups of layers on each pipeline stage.
+      microbatches: parts of the batch that follow each other through the pipeline.
+      scan: whether equal layers are one loop, or each has its own piece of the program.
       rngs: source of the initial weights.
 
     Example:
@@ -70,11 +87,19 @@ class Decoder(nnx.Module):
         attention: AttentionConfig,
         dtype: jnp.dtype,
         remat: str,
+        rounds: int = 1,
+        microbatches: int = 1,
+        scan: bool = True,
         rngs: nnx.Rngs,
     ):
-        if remat not in ("none", "block"):
-            raise ValueError(f"remat must be 'none' or 'block', got {remat!r}")
+        if remat not in ("none", *KEPT):
+            raise ValueError(f"remat must be one of none, {', '.join(KEPT)}; got {remat!r}")
+        if config.layers % rounds:
+            raise ValueError(f"layers must be a multiple of rounds; got {config.layers} layers in {rounds} rounds")
         self.config = config
+        self.rounds = rounds
+        self.microbatches = microbatches
+        self.scan = scan
         self.vocab_size = vocab_size
         self.dtype = dtype
         self.remat = remat
@@ -83,7 +108,8 @@ class Decoder(nnx.Module):
         self.embedding = normal_param(rngs, (vocab_size, config.dim), ("vocab", "embed"), std)
         self.blocks = nnx.vmap(lambda rngs: Block(config, attention, dtype, rngs))(rngs.split(config.layers))
         for param in jax.tree.leaves(self.blocks, is_leaf=_is_variable):
-            param.set_metadata(dims=("layers", *param.get_metadata("dims")))
+            param.set_metadata(dims=(*STACKED, *param.get_metadata("dims")))
+            param.set_value(rearrange(param[...], "(V n) ... -> V n ...", V=rounds))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         if not config.tied_embeddings:
             self.head = normal_param(rngs, (config.dim, vocab_size), ("embed", "vocab"), std)
@@ -99,20 +125,51 @@ class Decoder(nnx.Module):
         Returns:
           [B, S, M], after the final norm, in the type of the computation.
         """
+        schedule = Schedule(device_count("stage"), self.rounds, self.microbatches)
         x_BSM = self._embed(tokens)
+        definition, weights = nnx.split(self.blocks)
+        known = (positions, segment_ids)
+
+        def group(weights: nnx.State, x_BSM: jax.Array, known: tuple) -> jax.Array:
+            return self._layers(definition, weights, x_BSM, *known)
+
+        if schedule.stages > 1:
+            x_BSM = run_pipeline(group, schedule, weights, x_BSM, known)
+        else:
+            x_BSM = group(jax.tree.map(lambda w: rearrange(w, "V n ... -> (V n) ..."), weights), x_BSM, known)
+        return self.norm(x_BSM)
+
+    def _layers(self, definition, weights, x_BSM, positions, segment_ids) -> jax.Array:
+        """Some layers in their order, weights [n, ...]; the first of them begins the pattern of windows."""
         cos, sin = rotary_angles(positions, self.config.head_dim, self.config.rope_theta)
         rotary = (constrain(cos, "batch", "seq", None), constrain(sin, "batch", "seq", None))
-        definition, weights = nnx.split(self.blocks)
+        windows = self.config.windows
 
-        def body(x_BSM: jax.Array, layer: nnx.State) -> tuple[jax.Array, None]:
+        def block(x_BSM: jax.Array, layer: nnx.State, window: int | None) -> jax.Array:
             layer = jax.tree.map(_without_layers, layer, is_leaf=_is_variable)
-            return nnx.merge(definition, layer)(x_BSM, rotary, segment_ids), None
+            return nnx.merge(definition, layer)(x_BSM, rotary, segment_ids, window)
 
-        if self.remat == "block":
-            policy = jax.checkpoint_policies.save_only_these_names(*KEPT)
-            body = jax.checkpoint(body, policy=policy, prevent_cse=False)  # scan already keeps the two passes apart
-        x_BSM, _ = jax.lax.scan(body, x_BSM, weights)
-        return self.norm(x_BSM)
+        def layers(x_BSM: jax.Array, weights: nnx.State) -> jax.Array:
+            """As many as there are windows in the pattern, or fewer."""
+            for index, window in zip(range(_count(weights)), windows, strict=False):
+                one = partial(block, window=window)
+                if self.remat != "none":
+                    policy = jax.checkpoint_policies.save_only_these_names(*KEPT[self.remat])
+                    # A loop keeps the two passes apart by itself.
+                    one = jax.checkpoint(one, policy=policy, prevent_cse=not self.scan)
+                x_BSM = one(x_BSM, jax.tree.map(lambda w, at=index: w[at], weights))
+            return x_BSM
+
+        period, count = len(windows), _count(weights)
+        whole = count // period if self.scan else 0
+        if whole:
+            stacked = jax.tree.map(
+                lambda w: rearrange(w[: whole * period], "(n p) ... -> n p ...", p=period), weights
+            )
+            x_BSM, _ = jax.lax.scan(lambda x, weights: (layers(x, weights), None), x_BSM, stacked)
+        for first in range(whole * period, count, period):
+            x_BSM = layers(x_BSM, jax.tree.map(lambda w, at=first: w[at : at + period], weights))
+        return x_BSM
 
     def head_weight(self) -> jax.Array:
         """The output head, [M, V] in the type of the computation, brought together for use."""
@@ -130,13 +187,13 @@ class Decoder(nnx.Module):
           [B, S, V] float32.
         """
         logits_BSV = jnp.einsum("BSM,MV->BSV", hidden, self.head_weight(), preferred_element_type=jnp.float32)
-        return constrain(logits_BSV, "batch", "seq", "vocab")
+        return constrain(logits_BSV, "rows", "seq", "vocab")
 
     def _embed(self, tokens: jax.Array) -> jax.Array:
         """[B, S] -> [B, S, M]. Looked up in float32, so that the gradients of a frequent token add up in it."""
         table_VM = use(self.embedding, jnp.dtype(jnp.float32))
         x_BSM = jnp.take(table_VM, tokens, axis=0, mode="clip").astype(self.dtype)
-        return constrain(x_BSM, "batch", "seq", "embed")
+        return constrain(x_BSM, "rows", "seq", "embed")
 
 
 def count_parameters(tree: object) -> int:
@@ -150,5 +207,10 @@ def _is_variable(leaf: object) -> bool:
 
 
 def _without_layers(param: nnx.Variable) -> nnx.Variable:
-    """One layer's slice of a stacked variable, under that layer's dims."""
-    return param.replace(dims=param.get_metadata("dims")[1:])
+    """One layer's slice of a stacked variable, under that layer's dims: slicing leaves the names as they were."""
+    return param.replace(dims=param.get_metadata("dims")[len(STACKED) :])
+
+
+def _count(weights: nnx.State) -> int:
+    """Layers of a stack."""
+    return jax.tree.leaves(weights)[0].shape[0]

@@ -4,9 +4,10 @@ import math
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from flax import nnx
 
-from ringjax.parallel import constrain, gather
+from ringjax.parallel import constrain, device_count, gather
 
 
 def normal_param(rngs: nnx.Rngs, shape: tuple[int, ...], dims: tuple[str, ...], std: float) -> nnx.Param:
@@ -54,15 +55,61 @@ class SwiGLU(nnx.Module):
       output_scale: factor on the initial size of the output projection.
       dtype: type of the computation.
       rngs: source of the initial weights.
+      chunk: tokens of each device whose hidden values exist at one time; the backward pass computes them again.
+        None = all tokens, and they are kept.
     """
 
-    def __init__(self, dim: int, mlp_dim: int, output_scale: float, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        dim: int,
+        mlp_dim: int,
+        output_scale: float,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+        chunk: int | None = None,
+    ):
         self.dtype = dtype
+        self.chunk = chunk
         self.gate = normal_param(rngs, (dim, mlp_dim), ("embed", "mlp"), 1 / math.sqrt(dim))
         self.up = normal_param(rngs, (dim, mlp_dim), ("embed", "mlp"), 1 / math.sqrt(dim))
         self.down = normal_param(rngs, (mlp_dim, dim), ("mlp", "embed"), output_scale / math.sqrt(mlp_dim))
 
     def __call__(self, x_BSM: jax.Array) -> jax.Array:
+        if self.chunk is not None:
+            return self._in_chunks(x_BSM, self.chunk)
         gate_BSF = constrain(x_BSM @ use(self.gate, self.dtype), "batch", "seq", "mlp")
         up_BSF = constrain(x_BSM @ use(self.up, self.dtype), "batch", "seq", "mlp")
         return constrain((nnx.silu(gate_BSF) * up_BSF) @ use(self.down, self.dtype), "batch", "seq", "embed")
+
+    def _in_chunks(self, x_BSM: jax.Array, chunk: int) -> jax.Array:
+        """Each device runs over its own tokens. Letters as in loss.py: P, R pieces of batch and sequence."""
+        P, R = device_count("batch"), device_count("seq")
+        tokens = x_BSM.shape[0] * x_BSM.shape[1] // (P * R)
+        count = math.ceil(tokens / chunk)
+        size = math.ceil(tokens / count)
+        x_PRLM = rearrange(x_BSM, "(P b) (R L) M -> P R (b L) M", P=P, R=R)
+        x_PRLM = jnp.pad(x_PRLM, [(0, 0), (0, 0), (0, count * size - tokens), (0, 0)])
+        x_QPRCM = rearrange(x_PRLM, "P R (Q C) M -> Q P R C M", Q=count)
+        x_QPRCM = constrain(x_QPRCM, None, "batch", "seq", None, "embed")
+
+        def copies(param: nnx.Param) -> jax.Array:
+            """A weight of each device's own, in float32: its gradient adds up there, and is summed over them once."""
+            weight = use(param, self.dtype).astype(jnp.float32)
+            dims = [used_dim if used_dim != "embed" else None for used_dim in param.get_metadata("dims")]
+            return constrain(jnp.broadcast_to(weight, (P, R, *weight.shape)), "batch", "seq", *dims)
+
+        gate, up, down = map(copies, (self.gate, self.up, self.down))
+
+        @jax.checkpoint
+        def one(x_PRCM: jax.Array) -> jax.Array:
+            def product(formula: str, x: jax.Array, weight: jax.Array, *dims: str | None) -> jax.Array:
+                y = jnp.einsum(formula, x, weight.astype(self.dtype))
+                return constrain(y, "batch", "seq", None, *dims)
+
+            gate_PRCF = product("PRCM,PRMF->PRCF", x_PRCM, gate, "mlp")
+            up_PRCF = product("PRCM,PRMF->PRCF", x_PRCM, up, "mlp")
+            return product("PRCF,PRFM->PRCM", nnx.silu(gate_PRCF) * up_PRCF, down, "embed")
+
+        y_PRLM = rearrange(jax.lax.map(one, x_QPRCM), "Q P R C M -> P R (Q C) M")[:, :, :tokens]
+        y_BSM = rearrange(y_PRLM, "P R (b L) M -> (P b) (R L) M", L=x_BSM.shape[1] // R)
+        return constrain(y_BSM, "batch", "seq", "embed")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from ringjax.models.decoder import Decoder
-from ringjax.parallel import constrain
+from ringjax.parallel import constrain, device_count
 
 # Letters: P pieces of the batch, R pieces of the sequence (one of each on every device), Q chunks, C tokens in one.
 
@@ -28,7 +28,8 @@ def token_loss_sum(
     Args:
       decoder: whose output head is used.
       hidden: [B, S, M], from `decoder.hidden`.
-      targets: [B, S] int, the token to predict at each place. Any token where the weight is 0.
+      targets: [B, S] int, the token to predict at each place. A negative one, as the -100 of other frameworks, is
+        none: that place counts for nothing.
       weights: [B, S] float, what each token counts for.
       chunk: tokens of each device whose logits exist at one time. The last chunk may be padded.
 
@@ -44,17 +45,16 @@ def token_loss_sum(
         """[B, S, ...] -> [Q, P, R, C, ...], with zeros for the missing tokens of the last chunk."""
         x = rearrange(x, "(P b) (R L) ... -> P R (b L) ...", P=pieces_P, R=pieces_R)
         x = jnp.pad(x, [(0, 0), (0, 0), (0, count * size - tokens)] + [(0, 0)] * len(dims))
-        return constrain(rearrange(x, "P R (Q C) ... -> Q P R C ...", Q=count), None, "batch", "seq", None, *dims)
+        return constrain(rearrange(x, "P R (Q C) ... -> Q P R C ...", Q=count), None, "rows", "seq", None, *dims)
 
-    weights = weights.astype(jnp.float32)
+    weights = jnp.where(targets < 0, 0.0, weights.astype(jnp.float32))
     loss = _loss_sum(cut(hidden, None), decoder.head_weight(), cut(targets), cut(weights))
     return loss, weights.sum()
 
 
 def _pieces() -> tuple[int, int]:
     """Devices over which the batch and the sequence are spread: P, R."""
-    sizes = dict(jax.sharding.get_abstract_mesh().shape)
-    return sizes.get("data", 1) * sizes.get("fsdp", 1), sizes.get("seq", 1)
+    return device_count("rows"), device_count("seq")
 
 
 @jax.custom_vjp
@@ -74,7 +74,7 @@ def _forward(hidden_QPRCM, head_MV, targets, weights):
         losses_PRC = lse_PRC - label_PRC
         return total_PR + jnp.sum(weights_PRC * losses_PRC, axis=-1), (lse_PRC, losses_PRC)
 
-    start = constrain(jnp.zeros(hidden_QPRCM.shape[1:3], jnp.float32), "batch", "seq")
+    start = constrain(jnp.zeros(hidden_QPRCM.shape[1:3], jnp.float32), "rows", "seq")
     total_PR, (lse, losses) = jax.lax.scan(body, start, (hidden_QPRCM, targets, weights))
     return total_PR.sum(), (hidden_QPRCM, head_MV, targets, weights, lse, losses)
 
@@ -95,11 +95,11 @@ def _backward(residuals, grad):
         dhidden_PRCM = jnp.einsum("PRCV,MV->PRCM", dlogits, head_MV)
         product = partial(jnp.einsum, preferred_element_type=jnp.float32)
         dhead_PRMV = dhead_PRMV + product("PRCM,PRCV->PRMV", hidden_PRCM, dlogits)
-        dims = ("batch", "seq", "embed", "vocab")
-        return constrain(dhead_PRMV, *dims), constrain(dhidden_PRCM, "batch", "seq", None, "embed")
+        dims = ("rows", "seq", "embed", "vocab")
+        return constrain(dhead_PRMV, *dims), constrain(dhidden_PRCM, "rows", "seq", None, "embed")
 
     start = jnp.zeros((*hidden_QPRCM.shape[1:3], *head_MV.shape), jnp.float32)
-    start = constrain(start, "batch", "seq", "embed", "vocab")
+    start = constrain(start, "rows", "seq", "embed", "vocab")
     dhead_PRMV, dhidden = jax.lax.scan(body, start, (hidden_QPRCM, targets, weights, lse))
     return dhidden, dhead_PRMV.sum((0, 1)).astype(head_MV.dtype), None, grad * losses
 
@@ -110,7 +110,7 @@ _loss_sum.defvjp(_forward, _backward)
 def _logits(hidden_PRCM: jax.Array, head_MV: jax.Array) -> jax.Array:
     """[P, R, C, V] float32, the vocabulary sharded over tensor."""
     logits = jnp.einsum("PRCM,MV->PRCV", hidden_PRCM, head_MV, preferred_element_type=jnp.float32)
-    return constrain(logits, "batch", "seq", None, "vocab")
+    return constrain(logits, "rows", "seq", None, "vocab")
 
 
 def _is_target(logits: jax.Array, targets_PRC: jax.Array) -> jax.Array:

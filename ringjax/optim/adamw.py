@@ -7,6 +7,7 @@ import optax
 from flax import nnx
 
 from ringjax.config import OptimConfig
+from ringjax.parallel import STACKED
 
 
 def build_optimizer(config: OptimConfig, steps: int) -> tuple[optax.GradientTransformation, optax.Schedule]:
@@ -56,5 +57,5 @@ def _decayed(params: Any) -> Any:
 
 
 def _is_matrix(param: nnx.Variable) -> bool:
-    """Whether a parameter mixes dims. The stacked "layers" dim does not count."""
-    return len([dim for dim in param.get_metadata("dims") if dim != "layers"]) > 1
+    """Whether a parameter mixes dims. Those that stack layers do not count."""
+    return len([dim for dim in param.get_metadata("dims") if dim not in STACKED]) > 1

@@ -1,15 +1,29 @@
 """How a model is spread over devices: the mesh and the one sharding table."""
 
 from ringjax.parallel.mesh import AXES, MeshError, make_mesh, single_device_mesh, start_devices
-from ringjax.parallel.sharding import activation_sharding, constrain, gather, state_shardings, stored, used
+from ringjax.parallel.pipeline import Schedule, run_pipeline
+from ringjax.parallel.sharding import (
+    STACKED,
+    activation_sharding,
+    constrain,
+    device_count,
+    gather,
+    state_shardings,
+    stored,
+    used,
+)
 
 __all__ = [
     "AXES",
+    "STACKED",
     "MeshError",
+    "Schedule",
     "activation_sharding",
     "constrain",
+    "device_count",
     "gather",
     "make_mesh",
+    "run_pipeline",
     "single_device_mesh",
     "start_devices",
     "state_shardings",

@@ -6,6 +6,7 @@ replicates weights unless told otherwise, so at rest the embed dim is spread ove
 the ring), and `gather` brings one layer's weights together when they are needed. Activations never move for that.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,9 @@ class Axes:
 
 
 TABLE = {
+    # Rows of a batch: in the layers, where each stage has its own, and before and behind them.
     "batch": Axes(used=("data", "fsdp")),
+    "rows": Axes(used=("stage", "data", "fsdp")),
     "seq": Axes(used=("seq",)),
     "embed": Axes(stored=("fsdp", "seq")),
     "heads": Axes(stored=("tensor",), used=("tensor",)),
@@ -32,8 +35,13 @@ TABLE = {
     "head_dim": Axes(),
     "mlp": Axes(stored=("tensor",), used=("tensor",)),
     "vocab": Axes(stored=("tensor",), used=("tensor",)),
+    # Layers are stacked as [rounds, layers of a round]: each stage has some of every round. See pipeline.py.
+    "rounds": Axes(),
     "layers": Axes(stored=("stage",)),
+    "stage": Axes(used=("stage",)),
 }
+
+STACKED = ("rounds", "layers")  # what a layer's weight has before its own dims
 
 Dims = Sequence[str | None]  # one name for each dim of a tensor; None = a dim that is never spread
 
@@ -88,6 +96,12 @@ def gather(weight: jax.Array, *dims: str | None) -> jax.Array:
       dims: the logical name of each of its dims.
     """
     return _hold(_hold(weight, dims, stored(dims)), dims, used(dims))
+
+
+def device_count(dim: str) -> int:
+    """Pieces that a dim in use is cut into on the mesh set with `jax.set_mesh`; 1 without one."""
+    sizes = dict(jax.sharding.get_abstract_mesh().shape)
+    return math.prod(sizes.get(axis, 1) for axis in _axes(dim).used)
 
 
 def activation_sharding(mesh: Mesh, *dims: str | None) -> NamedSharding:

@@ -64,6 +64,13 @@ def _summary(trainer: Trainer) -> list[tuple[str, str]]:
     parameters = count_parameters(trainer.state.params)
     axes = ", ".join(f"{name} {size}" for name, size in trainer.mesh.shape.items() if size > 1) or "one device"
     local = config.data.seq_len // config.mesh.seq
+    schedule = trainer.schedule
+    pipeline = (
+        f"{schedule.stages} stages, {schedule.rounds * schedule.stages} groups of "
+        f"{plural(model.layers // (schedule.rounds * schedule.stages), 'layer')}, "
+        f"{schedule.microbatches} microbatches: {schedule.bubble:.0%} of the time is bubble "
+        f"({schedule.stages - 1} of {schedule.ticks} ticks)"
+    )
     return [
         (
             "model",
@@ -76,6 +83,7 @@ def _summary(trainer: Trainer) -> list[tuple[str, str]]:
             "sequence",
             f"{config.data.seq_len:,} tokens, {local:,} on each device of the ring, {config.attention.layout}",
         ),
+        *([("pipeline", pipeline)] if schedule.stages > 1 else []),
         (
             "batch",
             f"{plural(config.data.batch, 'sequence')}, "

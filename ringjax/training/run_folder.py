@@ -75,8 +75,8 @@ class RunFolder:
     def adopt(self, config: Config) -> None:
         """Write the settings of this run, unless a run in here went on with others that decide its numbers.
 
-        With checkpoints in the folder, model, data, optim, run.seed and train.precision must be what they were;
-        mesh, attention, the rest of train and where it runs may change.
+        With checkpoints in the folder, model, data, optim, run.seed, train.precision and train.rounds must be what
+        they were; mesh, attention, the rest of train and where it runs may change.
 
         Raises:
           RunFolderError: they differ (each key is listed, old and new), or config.yaml cannot be read or written.
@@ -127,6 +127,7 @@ def _deciding(config: Config) -> Iterator[tuple[str, Any]]:
             yield f"{section}.{key}", value
     yield "run.seed", config.run.seed
     yield "train.precision", config.train.precision
+    yield "train.rounds", config.train.rounds  # not the numbers, but how checkpoints hold them
 
 
 def _shown(value: Any) -> str:

@@ -38,6 +38,9 @@ def build_decoder(config: Config, vocab_size: int) -> Decoder:
         attention=config.attention,
         dtype=jnp.dtype(config.train.precision),
         remat=config.train.remat,
+        rounds=config.train.rounds,
+        microbatches=config.train.microbatches or config.mesh.stage,
+        scan=config.train.scan_layers,
         rngs=nnx.Rngs(config.run.seed),
     )
 

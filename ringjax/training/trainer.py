@@ -15,7 +15,7 @@ from ringjax.data import Batch as HostBatch
 from ringjax.data import open_dataset
 from ringjax.inference import generate
 from ringjax.optim import build_optimizer
-from ringjax.parallel import activation_sharding, make_mesh, start_devices
+from ringjax.parallel import Schedule, activation_sharding, make_mesh, start_devices
 from ringjax.training.checkpoint import Checkpoints
 from ringjax.training.console import StepReport
 from ringjax.training.faults import StopSignals
@@ -219,6 +219,9 @@ class Trainer:
         self._shardings = jax.tree.map(lambda x: x.sharding, abstract)
         definition, _ = nnx.split(nnx.eval_shape(lambda: build_decoder(config, self.vocab_size)))
         self._definition = definition
+        self.schedule = Schedule(
+            config.mesh.stage, config.train.rounds, config.train.microbatches or config.mesh.stage
+        )
         step = make_train_step(definition, optimizer, schedule, config.optim.accumulate)
         # The new state lies as the old one did, and takes its place in memory.
         self._jitted_step = jax.jit(step, donate_argnums=0, out_shardings=(self._shardings, None))
@@ -237,7 +240,7 @@ class Trainer:
 
     def _put(self, batch: HostBatch) -> Batch:
         """A batch on the devices, each with its own slots."""
-        sharding = activation_sharding(self.mesh, "batch", "seq")
+        sharding = activation_sharding(self.mesh, "rows", "seq")
         return {
             name: jax.make_array_from_callback(leaf.shape, sharding, leaf.__getitem__) for name, leaf in batch.items()
         }

@@ -28,6 +28,9 @@ def test_defaults_are_possible():
         {"mesh__seq": 5, "model__dim": 320, "data__seq_len": 1000},
         {"optim__warmup_steps": 31, "train__steps": 30},  # a shortened run: a note says what that means
         {"data__source": "text", "data__path": "books", "data__pattern": "*.md"},
+        {"mesh__stage": 2, "train__rounds": 2, "train__microbatches": 4, "data__batch": 8, "optim__accumulate": 2},
+        {"mesh__stage": 2, "model__layers": 12, "train__rounds": 3, "model__window": (64, None)},
+        {"model__layers": 5, "model__window": [64, None]},
     ],
 )
 def test_possible_combinations(values):
@@ -78,6 +81,45 @@ def test_possible_combinations(values):
             "4 is not a multiple of mesh.data * mesh.fsdp * optim.accumulate = 2 * 2 * 2 = 8 (each part of a batch "
             "is shared out over the data and fsdp axes); "
             "use data.batch = 8, or mesh.data * mesh.fsdp * optim.accumulate = 4",
+        ),
+        (
+            {"mesh__stage": 2, "mesh__data": 2, "mesh__fsdp": 2, "data__batch": 4},
+            ("data.batch", "mesh.data", "mesh.fsdp", "optim.accumulate", "mesh.stage"),
+            "4 is not a multiple of mesh.data * mesh.fsdp * optim.accumulate * mesh.stage = 2 * 2 * 1 * 2 = 8 (each "
+            "microbatch of each part is shared out over the data and fsdp axes; train.microbatches is null, so there "
+            "are as many as stages); use data.batch = 8, or "
+            "mesh.data * mesh.fsdp * optim.accumulate * mesh.stage = 4",
+        ),
+        (
+            {"mesh__stage": 2, "train__microbatches": 3, "data__batch": 6},
+            ("train.microbatches", "mesh.stage"),
+            "3 is not a multiple of mesh.stage = 2 (each stage holds as many of them); "
+            "use train.microbatches = 2 or 4, or mesh.stage = 1",
+        ),
+        (
+            {"mesh__stage": 2, "train__rounds": 4},
+            ("model.layers", "mesh.stage", "train.rounds"),
+            "4 is not a multiple of mesh.stage * train.rounds = 2 * 4 = 8 (each stage holds as many layers in every "
+            "round); use model.layers = 8, or mesh.stage * train.rounds = 4",
+        ),
+        (
+            {"mesh__stage": 2, "model__window": (8, 8, None)},
+            ("model.layers", "mesh.stage", "train.rounds", "model.window"),
+            "4 is not a multiple of mesh.stage * train.rounds * the 3 windows of the pattern = 2 * 1 * 3 = 6 (each "
+            "stage holds as many layers in every round, and each begins the pattern); use model.layers = 6, or fewer "
+            "stages, rounds or windows",
+        ),
+        (
+            {"train__microbatches": 4},
+            ("train.microbatches", "mesh.stage"),
+            "4 would change nothing, because mesh.stage = 1 is no pipeline; raise mesh.stage, or leave "
+            "train.microbatches out; optim.accumulate cuts a batch into parts",
+        ),
+        (
+            {"train__rounds": 2},
+            ("train.rounds", "mesh.stage"),
+            "2 would change nothing, because mesh.stage = 1 is no pipeline; raise mesh.stage, or leave "
+            "train.rounds out",
         ),
         (
             {"data__seq_len": 4092, "mesh__seq": 4},

@@ -150,7 +150,12 @@ def test_wrong_structure(problems, text, expected):
         ("mesh.seq", "null", "must be an integer >= 1, got null"),
         ("mesh.seq", "[1, 2]", "must be an integer >= 1, got [1, 2] (list)"),
         ("mesh.seq", "{a: 1}", "must be an integer >= 1, got {'a': 1} (mapping)"),
-        ("mesh.stage", "2", "must be 1, got 2 (integer)"),
+        ("mesh.stage", "0", "must be an integer >= 1, got 0 (integer)"),
+        (
+            "model.window",
+            "[8, 0]",
+            "must be an integer >= 1 or a list, each an integer >= 1 or null, or null, got [8, 0] (list)",
+        ),
         ("model.vocab_size", "0", "must be an integer >= 1 or null, got 0 (integer)"),
         ("optim.lr", "0", "must be a number > 0, got 0 (integer)"),
         ("optim.lr", ".inf", "must be a number > 0, got .inf (number)"),
@@ -299,6 +304,9 @@ def _legal(setting):
         "text": st.text(),
         "non-empty text": st.text(min_size=1),
     }
+    if setting.key == "model.window":
+        count = plain["an integer >= 1"]
+        return st.none() | count | st.lists(st.none() | count, min_size=1, max_size=4).map(tuple)
     number = st.floats(min_value=0, exclude_min=True, max_value=1, exclude_max=True)
     if setting.key in COMBINED:
         return st.just(setting.default)
@@ -314,7 +322,7 @@ COMBINED = {
     *(f"mesh.{axis}" for axis in ("stage", "data", "fsdp", "seq", "tensor")),
     *(f"model.{name}" for name in ("dim", "heads", "kv_heads", "head_dim", "mlp_dim")),
     *("data.batch", "data.seq_len", "data.source", "data.path", "data.pattern"),
-    "optim.accumulate",
+    *("optim.accumulate", "train.microbatches", "train.rounds"),
 }
 
 

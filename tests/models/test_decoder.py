@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from hlo import trips
 from jax import nn
 
 from ringjax.config import AttentionConfig, ModelConfig
@@ -29,18 +30,22 @@ def naive_logits(state: nnx.State, config: ModelConfig, batch) -> jax.Array:
     segments = batch["segment_ids"]
     visible = (segments[:, :, None] == segments[:, None, :]) & (segments[:, :, None] >= 0)
     visible &= np.tri(segments.shape[1], dtype=bool)
+    places = np.arange(segments.shape[1])
+    behind = places[:, None] - places
     weights: Any = nnx.to_pure_dict(state)
     embedding = weights["embedding"]
     x = embedding[batch["tokens"]]
     for n in range(config.layers):
-        layer = jax.tree.map(lambda p, n=n: p[n], weights["blocks"])
+        layer = jax.tree.map(lambda p, n=n: p[0, n], weights["blocks"])
         attention, mlp = layer["attention"], layer["mlp"]
         y = norm(x, layer["attention_norm"]["scale"])
         q = rope(jnp.einsum("bsm,mhd->bshd", y, attention["q"]))
         k, v = rope(jnp.einsum("bsm,mhd->bshd", y, attention["k"])), jnp.einsum("bsm,mhd->bshd", y, attention["v"])
         k, v = (jnp.repeat(a, config.heads // config.kv_heads, axis=2) for a in (k, v))
         scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(config.head_dim)
-        p = nn.softmax(jnp.where(visible[:, None], scores, -1e30), -1) * visible[:, None]
+        window = config.windows[n % len(config.windows)]
+        seen = (visible if window is None else visible & (behind < window))[:, None]
+        p = nn.softmax(jnp.where(seen, scores, -1e30), -1) * seen
         x = x + jnp.einsum("bhqk,bkhd,hdm->bqm", p, v, attention["out"])
         y = norm(x, layer["mlp_norm"]["scale"])
         x = x + (nn.silu(y @ mlp["gate"]) * (y @ mlp["up"])) @ mlp["down"]
@@ -55,10 +60,18 @@ def naive_loss(state, config, batch):
     return (losses[..., 0] * batch["weights"]).sum() / batch["weights"].sum()
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_loss_and_gradients_match_a_naive_decoder(tiny, tied):
-    config = tiny().config.model_copy(update={"tied_embeddings": tied})
-    case = tiny(config=config)
+@pytest.mark.parametrize(
+    ("changes", "remat"),
+    [
+        ({}, "none"),
+        ({"tied_embeddings": False, "mlp_chunk": 7}, "full"),
+        ({"layers": 5, "window": (5, None)}, "attention"),  # the pattern twice, and its begin
+        ({"layers": 1, "window": 5}, "block"),
+    ],
+)
+def test_loss_and_gradients_match_a_naive_decoder(tiny, changes, remat):
+    config = tiny().config.model_copy(update=changes)
+    case = tiny(config=config, remat=remat)
     batch = case.batch()
     definition, state = nnx.split(case.decoder())
     step = jax.jit(jax.value_and_grad(lambda state, batch: case.loss(nnx.merge(definition, state), batch)))
@@ -114,25 +127,58 @@ def test_parameters_are_stacked_named_and_counted(tiny):
     abstract = nnx.eval_shape(tiny().decoder)
     per_layer = 2 * 32 + 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48
     assert count_parameters(abstract) == config.layers * per_layer + 64 * 32 + 32
-    assert abstract.blocks.attention.q.shape == (2, 32, 4, 8)
-    assert abstract.blocks.attention.q.get_metadata("dims") == ("layers", "embed", "heads", "head_dim")
+    assert abstract.blocks.attention.q.shape == (1, 2, 32, 4, 8)
+    assert abstract.blocks.attention.q.get_metadata("dims") == ("rounds", "layers", "embed", "heads", "head_dim")
     assert abstract.norm.scale.get_metadata("dims") == ("embed",)
 
 
 def test_layers_start_different_and_outputs_small(tiny):
     weights = nnx.to_pure_dict(nnx.state(tiny().decoder().blocks))
-    assert not np.array_equal(weights["mlp"]["up"][0], weights["mlp"]["up"][1])
+    assert not np.array_equal(weights["mlp"]["up"][0, 0], weights["mlp"]["up"][0, 1])
     assert float(np.std(weights["mlp"]["up"])) == pytest.approx(32**-0.5, rel=0.1)
     assert float(np.std(weights["mlp"]["down"])) == pytest.approx(48**-0.5 / 2, rel=0.1)  # / sqrt(2 N), N = 2
 
 
+def test_what_the_backward_pass_keeps_and_whether_layers_are_a_loop_change_no_gradient(tiny):
+    config = tiny().config.model_copy(update={"layers": 3, "window": (6, None)})
+    batch = tiny().batch()
+
+    def gradients(**choices):
+        case = tiny(config=config, **choices)
+        definition, state = nnx.split(case.decoder())
+        program = (
+            jax.jit(jax.grad(lambda state: case.loss(nnx.merge(definition, state), batch))).lower(state).compile()
+        )
+        return program, jax.tree.leaves(program(state))
+
+    plain, want = gradients(remat="none")
+    assert trips(plain)
+    for choices in (
+        {"scan": False, "remat": "none"},
+        *({"remat": remat} for remat in ("attention", "block", "full")),
+    ):
+        program, found = gradients(**choices)
+        assert program.as_text() != plain.as_text()
+        for got, expected in zip(found, want, strict=True):
+            np.testing.assert_allclose(got, expected, atol=1e-6 * np.abs(expected).max())
+
+
+def test_places_without_a_target_count_for_nothing(tiny):
+    case, decoder, batch = tiny(), tiny().decoder(), tiny().batch()
+    batch["weights"] = np.where(np.arange(32) % 3 == 0, 0, batch["weights"])
+    want = case.loss(decoder, batch)
+    targets = np.where(np.arange(32) % 3 == 0, -100, batch["targets"])
+    weights = np.where(np.arange(32) % 3 == 0, 1, batch["weights"])
+    assert case.loss(decoder, batch | {"targets": targets, "weights": weights}) == want
+
+
 def test_an_unknown_remat_is_refused():
-    with pytest.raises(ValueError, match="remat must be 'none' or 'block', got 'full'"):
+    with pytest.raises(ValueError, match="remat must be one of none, attention, block, full; got 'all'"):
         Decoder(
             ModelConfig(),
             64,
             attention=AttentionConfig(),
             dtype=jnp.dtype("float32"),
-            remat="full",
+            remat="all",
             rngs=nnx.Rngs(0),
         )

@@ -16,8 +16,8 @@ from ringjax.optim import build_optimizer
 def parameters(value):
     return nnx.State(
         {
-            "norm": nnx.Param(jnp.full((2, 3), value), dims=("layers", "embed")),
-            "matrix": nnx.Param(jnp.full((2, 3, 4), value), dims=("layers", "embed", "mlp")),
+            "norm": nnx.Param(jnp.full((2, 2, 3), value), dims=("rounds", "layers", "embed")),
+            "matrix": nnx.Param(jnp.full((2, 2, 3, 4), value), dims=("rounds", "layers", "embed", "mlp")),
             "final_norm": nnx.Param(jnp.full((3,), value), dims=("embed",)),
             "embedding": nnx.Param(jnp.full((5, 3), value), dims=("vocab", "embed")),
         }

@@ -36,8 +36,8 @@ def test_the_note_counts_virtual_devices():
 
 
 def test_too_few_cpu_devices_after_the_start_of_jax():
-    with pytest.raises(MeshError, match=r"needs 32 devices \(data=2 x seq=16\).*16 CPU.*restart"):
-        make_mesh(MeshConfig(data=2, seq=16), "cpu")
+    with pytest.raises(MeshError, match=r"needs 64 devices \(data=4 x seq=16\).*32 CPU.*restart"):
+        make_mesh(MeshConfig(data=4, seq=16), "cpu")
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])

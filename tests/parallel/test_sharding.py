@@ -28,7 +28,7 @@ def test_activations_are_used_over_batch_and_sequence():
 
 @pytest.mark.parametrize("spec", [stored, used])
 def test_unknown_and_doubly_used_names(spec):
-    with pytest.raises(ValueError, match="unknown dim 'width'; the dims are batch, seq"):
+    with pytest.raises(ValueError, match="unknown dim 'width'; the dims are batch, rows, seq"):
         spec(("batch", "width"))
     with pytest.raises(ValueError, match="'heads' and 'mlp' are both spread over mesh axis 'tensor'"):
         spec(("heads", "mlp"))

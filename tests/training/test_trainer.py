@@ -21,6 +21,7 @@ from ringjax.training.run_folder import RunFolderError
 
 RING = ("mesh.seq=2",)
 MIXED = ["mesh.fsdp=2", "mesh.seq=2", "mesh.tensor=2"]
+EVERYTHING = [f"mesh.{axis}=2" for axis in ("stage", "data", "seq", "tensor")] + ["model.mlp_chunk=11"]
 SAVING = (*RING, "train.save_every=10")
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
@@ -53,6 +54,8 @@ def alone(first_losses) -> list[float]:
         pytest.param(["mesh.seq=4", "attention.layout=striped"], marks=pytest.mark.slow),
         ["mesh.data=2", "optim.accumulate=2"],
         MIXED,
+        ["mesh.stage=2", "mesh.seq=2", "train.microbatches=4"],
+        pytest.param(EVERYTHING, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -197,7 +200,7 @@ def half(whole, tmp_path) -> Path:
     [
         pytest.param(["mesh.seq=4", "attention.layout=striped"], marks=pytest.mark.slow),
         MIXED,
-        pytest.param(["mesh.seq=1"], marks=pytest.mark.slow),
+        pytest.param(["mesh.seq=1", "mesh.stage=2", "train.microbatches=4"], marks=pytest.mark.slow),
     ],
     ids=str,
 )
