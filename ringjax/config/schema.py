@@ -44,6 +44,9 @@ class MeshConfig(Section):
     fsdp: Count = Field(default=1, description="as data, and parameters and optimizer state are sharded over it")
     seq: Count = Field(default=1, description="the ring: the sequence is sharded over it")
     tensor: Count = Field(default=1, description="heads, MLP and vocabulary are sharded over it")
+    ring_may_cross: bool = Field(
+        default=False, description="let seq and tensor cross hosts or slices where one of them would be enough"
+    )
 
 
 class AttentionConfig(Section):

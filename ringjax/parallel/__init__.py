@@ -1,7 +1,8 @@
 """How a model is spread over devices: the mesh and the one sharding table."""
 
-from ringjax.parallel.mesh import AXES, MeshError, make_mesh, single_device_mesh, start_devices
+from ringjax.parallel.mesh import AXES, make_mesh, single_device_mesh, start_devices
 from ringjax.parallel.pipeline import Schedule, run_pipeline
+from ringjax.parallel.placement import MeshError
 from ringjax.parallel.sharding import (
     STACKED,
     activation_sharding,

@@ -7,14 +7,11 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh
 
-from ringjax.config import MeshConfig, UserError
+from ringjax.config import MeshConfig
+from ringjax.parallel.placement import MeshError, crossings, place, product
 
 # Slowest links first: `jax.make_mesh` gives the last axes the fastest ones, and tensor and seq talk in every layer.
 AXES = ("stage", "data", "fsdp", "seq", "tensor")
-
-
-class MeshError(UserError):
-    """The devices that the settings ask for are not there."""
 
 
 def start_devices(config: MeshConfig, platform: str) -> list[str]:
@@ -36,33 +33,35 @@ def start_devices(config: MeshConfig, platform: str) -> list[str]:
     devices = _devices(config, platform)
     needed = _size(config)
     kind = devices[0].platform
+    notes = crossings(devices[:needed], _sizes(config))
     if kind == "cpu" and needed > 1:
-        return [f"CPU: {needed} virtual devices on {os.cpu_count()} cores"]
+        notes.append(f"CPU: {needed} virtual devices on {os.cpu_count()} cores")
     if kind != "cpu" and len(devices) > needed:
-        return [f"{kind.upper()}: the mesh uses {needed} of {len(devices)} devices ({_product(config)})"]
-    return []
+        notes.append(f"{kind.upper()}: the mesh uses {needed} of {len(devices)} devices ({product(_sizes(config))})")
+    return notes
 
 
 def make_mesh(config: MeshConfig, platform: str = "auto") -> Mesh:
     """Build the mesh of a run over the first devices of a platform.
 
     Every axis of `AXES` is there, of size 1 where it is not used, and is of type Auto: dense layers are partitioned
-    by the compiler. Neighbours along tensor and seq get the fastest links.
+    by the compiler. Neighbours along tensor and seq get the fastest links: see `placement.py`.
 
     Args:
       config: devices along each axis.
       platform: as in `start_devices`, which need not have been called.
 
     Raises:
-      MeshError: the platform is not there, or has fewer devices than the mesh.
+      MeshError: the platform is not there, or has fewer devices than the mesh, or they stand so that the ring
+        would cross hosts for no reason.
 
     Example:
       >>> make_mesh(MeshConfig(seq=4), "cpu").shape["seq"]
       4
     """
     devices = _devices(config, platform)[: _size(config)]
-    shape = tuple(_sizes(config).values())
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    places = place(devices, _sizes(config), config.ring_may_cross)
+    return Mesh(places, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def single_device_mesh() -> Mesh:
@@ -87,12 +86,12 @@ def _devices(config: MeshConfig, platform: str) -> list[Any]:
         return devices
     if devices[0].platform == "cpu":
         raise MeshError(
-            f"the mesh needs {needed} devices ({_product(config)}), and jax has already started with "
+            f"the mesh needs {needed} devices ({product(_sizes(config))}), and jax has already started with "
             f"{len(devices)} CPU device(s); restart the process or notebook kernel and make the mesh before "
             f"anything else uses jax, or begin with jax.config.update('jax_num_cpu_devices', {needed})"
         )
     raise MeshError(
-        f"the mesh needs {needed} devices ({_product(config)}), and there are {len(devices)} "
+        f"the mesh needs {needed} devices ({product(_sizes(config))}), and there are {len(devices)} "
         f"({devices[0].device_kind}); lower mesh.{_largest(config)} or another axis until the product is at most "
         f"{len(devices)}, or add devices"
     )
@@ -118,12 +117,6 @@ def _sizes(config: MeshConfig) -> dict[str, int]:
 def _size(config: MeshConfig) -> int:
     """Devices in all."""
     return math.prod(_sizes(config).values())
-
-
-def _product(config: MeshConfig) -> str:
-    """The axes that count, as "data=2 x seq=4"."""
-    sizes = {axis: size for axis, size in _sizes(config).items() if size > 1} or {"seq": 1}
-    return " x ".join(f"{axis}={size}" for axis, size in sizes.items())
 
 
 def _largest(config: MeshConfig) -> str:

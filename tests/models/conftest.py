@@ -94,7 +94,7 @@ class Outcome(NamedTuple):
 
 def run_on_mesh(case: Tiny, sizes: dict[str, int]) -> Outcome:
     """Loss and gradients of a case, with its weights stored in pieces."""
-    mesh = make_mesh(MeshConfig(**sizes))
+    mesh = make_mesh(MeshConfig.model_validate(sizes))
     with jax.set_mesh(mesh):
         definition, abstract = nnx.split(nnx.eval_shape(case.decoder))
         placed = state_shardings(abstract, mesh)

@@ -47,7 +47,7 @@ def test_a_missing_platform_is_never_replaced_by_the_cpu(platform):
 
 
 def test_accelerators_are_counted(monkeypatch):
-    accelerators = [SimpleNamespace(platform="gpu", device_kind="H100")] * 4
+    accelerators = [SimpleNamespace(platform="gpu", device_kind="H100", process_index=0)] * 4
     monkeypatch.setattr(jax, "devices", lambda *_: accelerators)
     with pytest.raises(MeshError, match=r"needs 8 devices \(seq=4 x tensor=2\), and there are 4 \(H100\).*mesh.seq"):
         start_devices(MeshConfig(seq=4, tensor=2), "gpu")

@@ -1,0 +1,95 @@
+"""Which device stands where in the mesh: the axes that talk most get the fastest links.
+
+Devices come in groups with fast links inside, slow ones between: slices of TPUs, hosts of GPUs. The axes before "seq"
+talk least and are cut over the groups first, "stage" before "data" before "fsdp"; the ring and the tensor axis stay
+inside a group if they can. Inside a group jax knows the links.
+"""
+
+from collections.abc import Sequence
+from math import gcd
+from typing import Any
+
+import numpy as np
+from jax.experimental import mesh_utils
+
+from ringjax.config import UserError
+
+
+class MeshError(UserError):
+    """The devices that the settings ask for are not there, or not where the mesh would need them."""
+
+
+def place(devices: Sequence[Any], sizes: dict[str, int], ring_may_cross: bool = False) -> np.ndarray:
+    """Arrange devices in the shape of a mesh.
+
+    Args:
+      devices: as many as the mesh has places, of any number of groups with the same number each.
+      sizes: of each axis, by name, those that talk least first.
+      ring_may_cross: accept axes "seq" and "tensor" that fit into a group and are cut by a border all the same.
+
+    Raises:
+      MeshError: the groups give unequal numbers of devices, or do not divide the mesh, or their borders would cut
+        "seq" or "tensor" although these fit into a group.
+    """
+    kind, groups = _groups(devices)
+    shape, name = tuple(sizes.values()), "slice" if kind == "slice_index" else "host"
+    if len(groups) == 1:
+        return mesh_utils.create_device_mesh(shape, list(devices))
+    counts = {key: len(group) for key, group in groups.items()}
+    each = next(iter(counts.values()))
+    if set(counts.values()) != {each}:
+        raise MeshError(
+            f"every {name} must give the mesh the same number of devices; of {product(sizes)} = {len(devices)} they "
+            f"give {', '.join(f'{name} {key}: {count}' for key, count in counts.items())}; change the mesh to a "
+            f"multiple of what a {name} has, or to what one has"
+        )
+    across = _across(sizes, len(groups))
+    inner = sizes.get("seq", 1) * sizes.get("tensor", 1)
+    cut = {axis: across[axis] for axis in ("seq", "tensor") if across.get(axis, 1) > 1}
+    if cut and inner <= each and not ring_may_cross:
+        fits = [count for count in range(1, each + 1) if each % count == 0]
+        raise MeshError(
+            f"mesh.seq * mesh.tensor = {inner} devices would stand on several {name}s, though the {each} of a "
+            f"{name} are enough for them: the axes before them ({product(sizes)}) cannot be cut into {len(groups)} "
+            f"{name}s. Make mesh.seq * mesh.tensor one of {', '.join(map(str, fits))}, or set "
+            "mesh.ring_may_cross=true to run like this"
+        )
+    within = [size // across[axis] for axis, size in sizes.items()]
+    return mesh_utils.create_hybrid_device_mesh(
+        within, list(across.values()), list(devices), process_is_granule=kind == "process_index"
+    )
+
+
+def crossings(devices: Sequence[Any], sizes: dict[str, int]) -> list[str]:
+    """Lines for the log on what crosses the borders of groups, though it talks in every layer."""
+    kind, groups = _groups(devices)
+    across, name = _across(sizes, len(groups)), "slices" if kind == "slice_index" else "hosts"
+    return [
+        f"mesh.{axis} = {sizes[axis]} crosses {across[axis]} {name}: one has {len(devices) // len(groups)} devices"
+        for axis in ("seq", "tensor")
+        if across.get(axis, 1) > 1
+    ]
+
+
+def _groups(devices: Sequence[Any]) -> tuple[str, dict[int, list[Any]]]:
+    """What tells the groups apart, and the devices of each."""
+    kind = "slice_index" if hasattr(devices[0], "slice_index") else "process_index"
+    groups: dict[int, list[Any]] = {}
+    for device in devices:
+        groups.setdefault(getattr(device, kind), []).append(device)
+    return kind, groups
+
+
+def _across(sizes: dict[str, int], count: int) -> dict[str, int]:
+    """Into how many groups each axis is cut: the first axes into as many as they can."""
+    across = {}
+    for axis, size in sizes.items():
+        across[axis] = gcd(size, count)
+        count //= across[axis]
+    assert count == 1, "the groups are equal and fill the mesh: each of their factors is in one of the axes"
+    return across
+
+
+def product(sizes: dict[str, int]) -> str:
+    """The axes that count, as "data=2 x seq=4"."""
+    return " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "seq=1"
