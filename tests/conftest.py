@@ -9,7 +9,8 @@ from jax._src import compiler
 DEVICES = 32
 
 # Compilation is most of the suite's time, and at this size optimised programs win nothing back. The full-size checks
-# (-m slow) are compiled as users' programs are. In the environment, so that commands which tests start do likewise.
+# (-m slow) are compiled as users' programs are, but for files that ask for `quick_compiler`. In the environment, so
+# that commands which tests start do likewise.
 QUICK_COMPILER = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 if jax.__version_info__ < (0, 11):  # since then there is one kind of emitter
     QUICK_COMPILER["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_use_fusion_emitters=false"
@@ -53,6 +54,15 @@ def programs_are_compiled_once():
     compiler.compile_or_get_cached = compile_once
     yield
     compiler.compile_or_get_cached = compile_program
+
+
+@pytest.fixture
+def quick_compiler():
+    """Programs with few optimisations, for files with hundreds of them."""
+    usual = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", usual)
 
 
 programs: dict = {}

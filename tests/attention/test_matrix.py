@@ -8,7 +8,7 @@ import pytest
 from ringjax.attention import Mask
 from ringjax.attention.kernels import XlaKernel
 
-pytestmark = pytest.mark.spread
+pytestmark = [pytest.mark.spread, pytest.mark.usefixtures("quick_compiler")]
 
 # Tiles far smaller than a block, that do not divide it: every loop, mask and filled tile of the kernel is at work.
 SMALL = XlaKernel(q_tile=10, k_tile=4)

@@ -113,7 +113,10 @@ def test_quickstart_is_valid():
         ("model:\n  haeds: 8\n", "x.yaml:2: model.haeds: unknown key; did you mean model.heads?"),
         ("model:\n  seq_len: 8\n", "x.yaml:2: model.seq_len: unknown key; did you mean data.seq_len?"),
         ("optim:\n  warmup: 8\n", "x.yaml:2: optim.warmup: unknown key; did you mean optim.warmup_steps?"),
-        ("mesh: {zzz: 8}\n", "x.yaml:1: mesh.zzz: unknown key; mesh has stage, data, fsdp, seq, tensor, ring_may_cross"),
+        (
+            "mesh: {zzz: 8}\n",
+            "x.yaml:1: mesh.zzz: unknown key; mesh has stage, data, fsdp, seq, tensor, ring_may_cross",
+        ),
         ("\nmodle: {heads: 8}\n", "x.yaml:2: modle: unknown section; did you mean model?"),
         ("seq_len: 8\n", "x.yaml:1: seq_len: unknown section; did you mean data.seq_len?"),
         (
@@ -122,7 +125,10 @@ def test_quickstart_is_valid():
         ),
         ("zzz: 8\n", f"x.yaml:1: zzz: unknown section; the sections are {', '.join(sections())}"),
         ("on: 8\n", f"x.yaml:1: on: unknown section; the sections are {', '.join(sections())}"),
-        ("mesh: {<<: {seq: 4}}\n", "x.yaml:1: mesh.<<: unknown key; mesh has stage, data, fsdp, seq, tensor, ring_may_cross"),
+        (
+            "mesh: {<<: {seq: 4}}\n",
+            "x.yaml:1: mesh.<<: unknown key; mesh has stage, data, fsdp, seq, tensor, ring_may_cross",
+        ),
         ("? [a]\n: 8\n", "x.yaml:1: a key must be a name, got a list"),
         ("run:\n  seed: 1\n  seed: 2\n", "x.yaml:3: run.seed: set twice, first on line 2; keep one of them"),
         ("run: {seed: 1}\nrun: {}\n", "x.yaml:2: run: set twice, first on line 1; keep one of them"),

@@ -13,6 +13,8 @@ from hlo import executed, shapes, weights_in_use
 from ringjax.config import ModelConfig
 from ringjax.parallel import AXES, STACKED
 
+pytestmark = [pytest.mark.spread, pytest.mark.usefixtures("quick_compiler")]
+
 # Dims are multiples of what four devices of any axis, or two of all, need, and all different.
 WIDE = ModelConfig(layers=8, dim=32, heads=8, kv_heads=4, head_dim=6, mlp_dim=40)
 WINDOWS = WIDE.model_copy(update={"window": (9, None)})
@@ -77,10 +79,15 @@ def test_a_pipeline_alone_and_with_a_ring(tiny, run, alone, sizes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [HARD, PLAIN], ids=["packed, windows", "plain"])
 @pytest.mark.parametrize("sizes", [*MESHES, ALL], ids=name)
-def test_every_axis_and_pair_of_axes(tiny, run, alone, sizes, case):
-    check(run(tiny(**case, microbatches=sizes.get("stage", 1)), sizes), alone(**case))
+def test_every_axis_and_pair_of_axes(tiny, run, alone, sizes):
+    check(run(tiny(**HARD, microbatches=sizes.get("stage", 1)), sizes), alone(**HARD))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [*({axis: 2} for axis in AXES), ALL], ids=name)
+def test_plain_sequences(tiny, run, alone, sizes):
+    check(run(tiny(**PLAIN, microbatches=sizes.get("stage", 1)), sizes), alone(**PLAIN))
 
 
 @pytest.mark.slow

@@ -17,7 +17,9 @@ LEAVES = dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), jnp.in
 
 def temporary_bytes(length: int, remat: str = "block", model: ModelConfig = MODEL, **axes: int) -> int:
     """Of the compiled step, packed documents included; `length` tokens on each device of the ring."""
-    config = Config(mesh=MeshConfig.model_validate(axes), model=model, train=TrainConfig.model_validate({"remat": remat}))
+    config = Config(
+        mesh=MeshConfig.model_validate(axes), model=model, train=TrainConfig.model_validate({"remat": remat})
+    )
     shape = (1, length * config.mesh.seq)
     mesh = make_mesh(config.mesh)
     optimizer, schedule = build_optimizer(config.optim, 10)
