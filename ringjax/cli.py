@@ -14,6 +14,7 @@ from ringjax.config import ConfigError, UserError, load_config, sections, settin
 from ringjax.config.dialect import shown
 
 _HELP_WIDTH = 108
+_FIRST_PROCESS = ("processes.index=0", "processes.coordinator=127.0.0.1:1")
 _TRAIN_EXAMPLES = """\
 examples:
   ringjax train configs/quickstart.yaml
@@ -63,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_train(subparsers)
+    _add_launch(subparsers)
     return parser
 
 
@@ -82,6 +84,41 @@ def _add_train(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     parser.add_argument("--traceback", action="store_true", help="show where in the code an error was found")
     parser.set_defaults(command=_train)
+
+
+def _add_launch(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """`ringjax launch local`."""
+    parser = subparsers.add_parser(
+        "launch",
+        help="train with several processes on this machine",
+        usage="ringjax launch local --procs N CONFIG [key.path=value ...] [--traceback]",
+        description="Start a run of several processes on this machine, as a cluster would start one on each host. "
+        "Each process gets its share of the mesh's virtual CPU devices.",
+        epilog="example:\n  ringjax launch local --procs 2 configs/quickstart.yaml mesh.seq=8",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("where", choices=["local"], help="on this machine")
+    parser.add_argument("--procs", type=int, required=True, metavar="N", help="processes")
+    parser.add_argument("config", metavar="CONFIG", help="YAML file with the settings that differ from the defaults")
+    parser.add_argument(
+        "overrides", metavar="key.path=value", nargs="*", default=[], help="settings that replace them"
+    )
+    parser.add_argument("--traceback", action="store_true", help="show where in the code an error was found")
+    parser.set_defaults(command=_launch)
+
+
+def _launch(args: argparse.Namespace) -> int:
+    """Check the settings once, then start the processes."""
+    if args.procs < 1:
+        raise ConfigError([f"command line: --procs {args.procs}: must be at least 1"])
+    if set_here := [word for word in args.overrides if word.startswith("processes.")]:
+        raise ConfigError(
+            [f"command line: {word}: is set by ringjax launch itself; leave it out" for word in set_here]
+        )
+    load_config(args.config, [*args.overrides, f"processes.count={args.procs}", *_FIRST_PROCESS])
+    from ringjax.parallel.launch import launch_local
+
+    return launch_local([args.config, *args.overrides, *(["--traceback"] if args.traceback else [])], args.procs)
 
 
 def _train(args: argparse.Namespace) -> int:

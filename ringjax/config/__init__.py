@@ -11,6 +11,7 @@ from ringjax.config.schema import (
     MeshConfig,
     ModelConfig,
     OptimConfig,
+    ProcessesConfig,
     RunConfig,
     TrainConfig,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "Problem",
+    "ProcessesConfig",
     "RunConfig",
     "Setting",
     "TrainConfig",

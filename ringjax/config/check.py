@@ -49,8 +49,53 @@ def check_config(config: Config) -> list[Problem]:
       >>> problems[0].keys
       ('model.heads', 'model.kv_heads')
     """
-    rules = (_model, _pipeline, _tensor, _embed, _batch, _sequence, _source)
+    rules = (_processes, _model, _pipeline, _tensor, _embed, _batch, _sequence, _source)
     return [problem for rule in rules for problem in rule(config)]
+
+
+def _processes(config: Config) -> Iterator[Problem]:
+    processes = config.processes
+    named = {name: getattr(processes, name) for name in ("count", "index", "coordinator")}
+    given = [f"processes.{name}" for name, value in named.items() if value is not None]
+    if processes.detect:
+        if given:
+            yield Problem(
+                (given[0], "processes.detect"),
+                f"{named[given[0].split('.')[1]]} would be ignored, because processes.detect = true lets jax find "
+                f"the processes; leave {', '.join(given)} out, or processes.detect",
+            )
+        return
+    if not given:
+        return
+    if missing := [f"processes.{name}" for name, value in named.items() if value is None]:
+        yield Problem(
+            tuple(missing),
+            f"null, but {' and '.join(given)} {'is' if len(given) == 1 else 'are'} set: several processes need "
+            "count, index and coordinator, each process its own index; set them all, or none",
+        )
+        return
+    assert processes.count is not None
+    assert processes.index is not None
+    if processes.index >= processes.count:
+        yield Problem(
+            ("processes.index", "processes.count"),
+            f"{processes.index} is not below processes.count = {processes.count}: indices start at 0",
+        )
+    host, _, port = (processes.coordinator or "").rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        yield Problem(
+            ("processes.coordinator",),
+            f"{processes.coordinator!r} is not host:port, as node0:4567 or 127.0.0.1:4567; it is where process 0 "
+            "runs, with a port that is free there",
+        )
+    if config.run.platform == "cpu":
+        size = prod(getattr(config.mesh, axis) for axis in ("stage", "data", "fsdp", "seq", "tensor"))
+        if size % processes.count:
+            yield Problem(
+                ("processes.count", "mesh"),
+                f"{processes.count} processes cannot have equal numbers of the mesh's {size} CPU devices; use a "
+                f"divisor of {size}",
+            )
 
 
 def _model(config: Config) -> Iterator[Problem]:

@@ -49,6 +49,18 @@ class MeshConfig(Section):
     )
 
 
+class ProcessesConfig(Section):
+    """Processes of the run, each with its share of the devices; all null = one process."""
+
+    detect: bool = Field(
+        default=False, description="let jax find the processes that SLURM, Open MPI, Kubernetes or Cloud TPU started"
+    )
+    count: Count | None = Field(default=None, description="processes in all")
+    index: NonNegative | None = Field(default=None, description="which of them this is, from 0")
+    coordinator: str | None = Field(default=None, min_length=3, description="host:port of process 0")
+    timeout_s: Count = Field(default=300, description="seconds until a process that has not come up is given up")
+
+
 class AttentionConfig(Section):
     """How attention runs. None of these changes what is computed."""
 
@@ -152,6 +164,7 @@ class Config(Section):
 
     run: RunConfig = RunConfig()
     mesh: MeshConfig = MeshConfig()
+    processes: ProcessesConfig = ProcessesConfig()
     attention: AttentionConfig = AttentionConfig()
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()

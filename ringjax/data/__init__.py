@@ -1,6 +1,6 @@
 """Documents in, batches out: sources, tokenizers, the held-out split, packing, and the layout permutation."""
 
-from ringjax.data.dataset import Batch, Dataset, Split, open_dataset
+from ringjax.data.dataset import Batch, Dataset, Part, Split, open_dataset
 from ringjax.data.packing import PackedRows, Row
 from ringjax.data.sources import DataError, Document, find_documents
 from ringjax.data.tokenizer import ByteTokenizer, Tokenizer, get_tokenizer
@@ -12,6 +12,7 @@ __all__ = [
     "Dataset",
     "Document",
     "PackedRows",
+    "Part",
     "Row",
     "Split",
     "Tokenizer",

@@ -3,6 +3,7 @@
 from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import grain
 import numpy as np
@@ -17,7 +18,20 @@ from ringjax.data.tokenizer import Tokenizer, get_tokenizer
 Batch = dict[str, np.ndarray]
 
 _READ_AHEAD = 2  # batches: one being used, one ready
+_ENDLESS = 1 << 40  # steps: more than any run has, and small enough for Grain to count their rows
 _EVAL_SEED = 0  # held-out documents keep one order, so that runs of different seeds are measured on the same rows
+
+
+class Part(NamedTuple):
+    """The places of a batch that a process holds.
+
+    Attributes:
+      rows: [b] int, which of the B rows, ascending.
+      slots: [l] int, which of the S slots of a row in layout order, ascending.
+    """
+
+    rows: np.ndarray
+    slots: np.ndarray
 
 
 class Split:
@@ -42,12 +56,12 @@ class Split:
         self.num_documents = num_documents
         self._rows = rows
         self._slots = slots
+        self._batch_size = batch_size
         order = grain.MapDataset.source(rows)
         if seed is not None:
             # Grain uses seed + epoch, so neighbouring seeds would share epochs: hash the seed first.
             order = order.shuffle(seed=int(np.random.SeedSequence(seed).generate_state(1)[0]))
-        # drop_remainder drops nothing here; without it Grain rounds the endless length past sys.maxsize.
-        self._batches = order.repeat().batch(batch_size, drop_remainder=True).map(self._to_layout)
+        self._order = order.repeat()
 
     @property
     def num_rows(self) -> int:
@@ -63,22 +77,25 @@ class Split:
         """Return one packed row, leaves [S] in natural order, neither shuffled nor permuted."""
         return self._rows[index]
 
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int, part: Part | None = None) -> Batch:
         """Return the batch of a step: the rows B * step ... B * step + B - 1 of the endless sequence of rows.
 
         Args:
           step: from 0.
+          part: the places wanted; only their rows are read. None = the whole batch.
 
         Returns:
-          tokens, targets, weights, positions and segment_ids as in `PackedRows`, each [B, S] in layout order.
+          tokens, targets, weights, positions and segment_ids as in `PackedRows`, each [B, S] in layout order, or of
+          a part [b, l].
         """
         if step < 0:
             raise ValueError(f"steps start at 0, got {step}")
-        batch = self._batches[step]
-        assert batch is not None, "Grain gives None for filtered elements only; nothing is filtered"
-        return batch
+        indices = range(self._batch_size) if part is None else part.rows.tolist()
+        slots = self._slots if part is None else self._slots[part.slots]
+        rows: list[Any] = [self._order[step * self._batch_size + index] for index in indices]
+        return {name: np.stack([row[name].take(slots) for row in rows]) for name in rows[0]}
 
-    def batches(self, start_step: int = 0) -> Generator[Batch, None, None]:
+    def batches(self, start_step: int = 0, part: Part | None = None) -> Generator[Batch, None, None]:
         """Yield batch(start_step), batch(start_step + 1), ... without end, made ahead in a background thread.
 
         The thread starts with the first batch asked for and ends when the generator is closed or forgotten.
@@ -86,10 +103,8 @@ class Split:
         if start_step < 0:
             raise ValueError(f"steps start at 0, got {start_step}")
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=_READ_AHEAD)
-        return _drain(self._batches[start_step:].to_iter_dataset(options))
-
-    def _to_layout(self, batch: Batch) -> Batch:
-        return {name: leaf_BS.take(self._slots, axis=1) for name, leaf_BS in batch.items()}
+        steps = grain.MapDataset.range(start_step, _ENDLESS).map(lambda step: self.batch(int(step), part))
+        return _drain(steps.to_iter_dataset(options))
 
 
 def _drain(dataset: grain.IterDataset) -> Generator[Batch, None, None]:

@@ -10,7 +10,7 @@ from flax import nnx
 
 from ringjax.attention import get_layout
 from ringjax.models import Decoder
-from ringjax.parallel import device_count
+from ringjax.parallel import constrain, device_count
 
 _PIECE = 16  # tokens between two looks at `stop`
 
@@ -96,4 +96,4 @@ def _generate(
             token = jax.random.categorical(jax.random.fold_in(key, position), logits_V / temperature)
         return jnp.where(positions_S == position, token.astype(tokens_BS.dtype), tokens_BS)
 
-    return jax.lax.fori_loop(first, total, add, tokens_BS)
+    return constrain(jax.lax.fori_loop(first, total, add, tokens_BS), None, None)

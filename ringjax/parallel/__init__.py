@@ -3,6 +3,7 @@
 from ringjax.parallel.mesh import AXES, make_mesh, single_device_mesh, start_devices
 from ringjax.parallel.pipeline import Schedule, run_pipeline
 from ringjax.parallel.placement import MeshError
+from ringjax.parallel.processes import ProcessesError, start_processes
 from ringjax.parallel.sharding import (
     STACKED,
     activation_sharding,
@@ -18,6 +19,7 @@ __all__ = [
     "AXES",
     "STACKED",
     "MeshError",
+    "ProcessesError",
     "Schedule",
     "activation_sharding",
     "constrain",
@@ -27,6 +29,7 @@ __all__ = [
     "run_pipeline",
     "single_device_mesh",
     "start_devices",
+    "start_processes",
     "state_shardings",
     "stored",
     "used",

@@ -14,7 +14,7 @@ from ringjax.parallel.placement import MeshError, crossings, place, product
 AXES = ("stage", "data", "fsdp", "seq", "tensor")
 
 
-def start_devices(config: MeshConfig, platform: str) -> list[str]:
+def start_devices(config: MeshConfig, platform: str, processes: int = 1) -> list[str]:
     """Start jax's devices, with as many virtual CPU devices as the mesh needs when there is no accelerator.
 
     Call it before anything else touches a device: the number of CPU devices is fixed when jax starts. Calling it
@@ -23,6 +23,7 @@ def start_devices(config: MeshConfig, platform: str) -> list[str]:
     Args:
       config: devices along each axis.
       platform: "auto" (the best that jax finds), "cpu", "gpu" or "tpu".
+      processes: of the run, each of which has as many of the virtual CPU devices.
 
     Returns:
       Lines for the log, such as "CPU: 4 virtual devices on 2 cores". Empty when there is nothing to say.
@@ -30,12 +31,14 @@ def start_devices(config: MeshConfig, platform: str) -> list[str]:
     Raises:
       MeshError: the platform is not there, or has fewer devices than the mesh.
     """
-    devices = _devices(config, platform)
+    devices = _devices(config, platform, processes)
     needed = _size(config)
     kind = devices[0].platform
+    _check_owners([device.process_index for device in devices[:needed]], config)
     notes = crossings(devices[:needed], _sizes(config))
     if kind == "cpu" and needed > 1:
-        notes.append(f"CPU: {needed} virtual devices on {os.cpu_count()} cores")
+        where = "" if processes == 1 else f" in {processes} processes"
+        notes.append(f"CPU: {needed} virtual devices{where} on {os.cpu_count()} cores")
     if kind != "cpu" and len(devices) > needed:
         notes.append(f"{kind.upper()}: the mesh uses {needed} of {len(devices)} devices ({product(_sizes(config))})")
     return notes
@@ -70,11 +73,11 @@ def single_device_mesh() -> Mesh:
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=jax.devices()[:1])
 
 
-def _devices(config: MeshConfig, platform: str) -> list[Any]:
+def _devices(config: MeshConfig, platform: str, processes: int = 1) -> list[Any]:
     """All devices of the platform; at least as many as the mesh needs."""
     needed = _size(config)
     if platform in ("auto", "cpu"):
-        _ask_for_cpus(needed, only=platform == "cpu")
+        _ask_for_cpus(-(-needed // processes), only=platform == "cpu")
     try:
         devices = jax.devices() if platform == "auto" else jax.devices(platform)
     except RuntimeError as error:
@@ -95,6 +98,16 @@ def _devices(config: MeshConfig, platform: str) -> list[Any]:
         f"({devices[0].device_kind}); lower mesh.{_largest(config)} or another axis until the product is at most "
         f"{len(devices)}, or add devices"
     )
+
+
+def _check_owners(owners: list[int], config: MeshConfig) -> None:
+    """Raise unless every process of the run holds as many devices of the mesh."""
+    counts = [owners.count(index) for index in range(jax.process_count())]
+    if len(set(counts)) > 1:
+        raise MeshError(
+            f"every process must hold as many devices of the mesh; of {product(_sizes(config))} = {len(owners)} the "
+            f"{len(counts)} processes hold {', '.join(map(str, counts))}; change the mesh, or the number of processes"
+        )
 
 
 def _ask_for_cpus(count: int, only: bool) -> None:

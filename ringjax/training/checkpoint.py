@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 
 from ringjax.config import UserError
 
@@ -29,6 +31,7 @@ _FORMAT = 1
 _MANIFEST = "manifest.json"
 _ARRAYS = "arrays"
 _PARTIAL = ".partial"
+_NONE = -1  # no step
 _DISCARD_TRIES, _DISCARD_PAUSE_S = 20, 0.05
 
 _log = logging.getLogger(__name__)
@@ -92,6 +95,10 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """The steps that have a finished checkpoint, oldest first. Damage is found by `restore` only."""
         return finished_steps(self._folder)
+
+    def exist(self) -> bool:
+        """Whether there are finished checkpoints; the same for all processes."""
+        return bool(_from_first(len(self.steps())))
 
     def save(self, step: int, state: Any, wait: bool = False) -> None:
         """Save the state of a step; once this returns, its buffers may be donated.
@@ -158,7 +165,18 @@ class Checkpoints:
           CheckpointError: there is no whole checkpoint, or its arrays are not the ones wanted.
         """
         self.wait()
-        found, described = self._choose(step)
+        if jax.process_index() == 0:
+            try:
+                found, described = self._choose(step)
+            except BaseException:
+                _from_first(_NONE)
+                raise
+            _from_first(found)
+        else:
+            found = _from_first(_NONE)  # the first process has read all files, and once is enough
+            if found == _NONE:
+                raise CheckpointError(f"the first process can restore nothing from {self._folder}; its log says why")
+            described = _described(self._folder / _name(found))
         path = self._folder / _name(found)
         target, structure = _by_name(abstract)
         _require_same(path, target, described)
@@ -238,6 +256,18 @@ class Checkpoints:
 
 class _DamageError(Exception):
     """Why a checkpoint on disk does not count."""
+
+
+def _from_first(number: int) -> int:
+    """What the first process says; in a run of one process that is what is given."""
+    if jax.process_count() == 1:
+        return number
+    return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+
+
+def _described(folder: Path) -> dict[str, list]:
+    """The arrays that the manifest of a whole checkpoint lists."""
+    return json.loads((folder / _MANIFEST).read_bytes())["content"]["arrays"]
 
 
 def _name(step: int) -> str:

@@ -96,6 +96,11 @@ class Console:
             # A dumb terminal cannot go back to the start of a line, so a bar would fill the screen.
             self._rich = None if terminal.is_dumb_terminal else terminal
 
+    @classmethod
+    def silent(cls) -> "Console":
+        """One that nobody reads: of a run of several processes only the first speaks."""
+        return cls(open(os.devnull, "w", encoding="utf-8"))
+
     def table(self, rows: Sequence[tuple[str, str]]) -> None:
         """Print names and what they are, in two columns."""
         if self._rich is not None:

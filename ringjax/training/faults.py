@@ -7,7 +7,8 @@ from contextlib import suppress
 from types import FrameType
 
 _STDERR = 2
-_EXIT_STATUS = {"SIGTERM": 75, "SIGINT": 130}
+EXIT_AGAIN = 75  # EX_TEMPFAIL: run me again
+_EXIT_STATUS = {"SIGTERM": EXIT_AGAIN, "SIGINT": 130}
 _MESSAGE = "\n{}: finishing this step, saving, then stopping; press Ctrl-C{} to stop at once\n"
 
 

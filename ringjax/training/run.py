@@ -3,7 +3,7 @@
 from ringjax.config import Config
 from ringjax.models import count_parameters
 from ringjax.training.console import Console, format_count, plural
-from ringjax.training.faults import StopSignals
+from ringjax.training.faults import EXIT_AGAIN, StopSignals
 from ringjax.training.trainer import Trainer
 
 
@@ -19,18 +19,18 @@ def run(config: Config) -> int:
     Raises:
       UserError: something the run needs is wrong or missing.
     """
-    console = Console()
     with StopSignals() as stop, Trainer(config) as trainer:
+        console = Console() if trainer.leads else Console.silent()
         console.table(_summary(trainer))
         for note in trainer.notes:
             console.line(note)
         _train(trainer, console, stop)
         folder = trainer.folder
-        if stop.requested and trainer.done < config.train.steps:
+        if (stop.requested or trainer.agreed_to_stop) and trainer.done < config.train.steps:
             done, steps = trainer.done, config.train.steps
             where = f"after step {done} of {steps}, saved in {folder.path}" if done else "before the first step"
-            console.line(f"stopped by {stop.requested} {where}; the same command continues")
-            return stop.exit_status
+            console.line(f"stopped by {stop.requested or 'another process'} {where}; the same command continues")
+            return stop.exit_status or EXIT_AGAIN
         if count := config.train.sample_tokens:
             console.line(f"\na sample of {count} tokens:")
             console.line(trainer.sample(count, stop) + "\n")

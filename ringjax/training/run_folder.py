@@ -23,10 +23,12 @@ class RunFolder:
     """Makes a run folder ready, or says what is in the way, before any work is done.
 
     It is created if need be, shown to be writable, and locked until `close`, so that no other process writes it.
-    Use it as a context manager. In a multi-host run only one process opens it.
+    Use it as a context manager.
 
     Args:
       path: the folder (`run.dir`).
+      leads: whether this process writes it: of a run of several processes only the first does. The others get to
+        know where things are.
 
     Attributes:
       path: the folder.
@@ -40,15 +42,18 @@ class RunFolder:
       RunFolderError: it is not a folder, cannot be written, or another process holds it. Nothing is left behind.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, leads: bool = True):
         self.path = Path(path)
         self.config = self.path / "config.yaml"
         self.metrics = self.path / "metrics.jsonl"
         self.checkpoints = self.path / "checkpoints"
         self.tensorboard = self.path / "tensorboard"
         self.log = self.path / "log.txt"
-        made = _make(self.path)
+        self.leads = leads
         self._lock: int | None = None
+        if not leads:
+            return
+        made = _make(self.path)
         try:
             self._lock = _lock(self.path / ".lock")
             _probe(self.path / ".probe")
@@ -81,6 +86,8 @@ class RunFolder:
         Raises:
           RunFolderError: they differ (each key is listed, old and new), or config.yaml cannot be read or written.
         """
+        if not self.leads:
+            return
         for folder in (self.checkpoints, self.tensorboard):
             if folder.exists() and not folder.is_dir():
                 raise RunFolderError(f"{folder} must be a folder, and is a file. Remove it or use another run.dir")

@@ -34,8 +34,8 @@ def make_train_step(
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
     accumulate: int,
-) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """Build the step `(state, batch) -> (state, metrics)`.
+) -> Callable[..., tuple[TrainState, Metrics]]:
+    """Build the step `(state, batch, stops=None) -> (state, metrics)`.
 
     The loss is the sum of token losses over all devices and all parts of the batch, divided by the sum of token
     weights over all of them: the same number for every mesh and every `accumulate`, however uneven the parts.
@@ -48,7 +48,8 @@ def make_train_step(
 
     Returns:
       A pure function. Its metrics are loss (nats per token), grad_norm (before clipping), lr and weight (the
-      tokens that counted).
+      tokens that counted). With `stops`, an array with a number for each device, there is also stop, the largest of
+      them: how processes agree on when to stop.
     """
 
     def gradients(params: nnx.State, batch: Batch) -> tuple[jax.Array, jax.Array, nnx.State]:
@@ -56,7 +57,7 @@ def make_train_step(
         (loss, weight), grads = value_and_grad(params)
         return loss, weight, grads
 
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def step(state: TrainState, batch: Batch, stops: jax.Array | None = None) -> tuple[TrainState, Metrics]:
         if accumulate == 1:
             loss, weight, grads = gradients(state.params, batch)
         else:
@@ -78,6 +79,8 @@ def make_train_step(
             "lr": jnp.asarray(schedule(state.step), jnp.float32),
             "weight": weight,
         }
+        if stops is not None:
+            metrics["stop"] = stops.max()
         params = cast(nnx.State, optax.apply_updates(state.params, updates))
         return TrainState(state.step + 1, params, opt_state), metrics
 

@@ -5,17 +5,19 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ringjax.config import VOCAB_MULTIPLE, Config, ConfigError, UserError, check_config
 from ringjax.data import Batch as HostBatch
-from ringjax.data import open_dataset
+from ringjax.data import Part, open_dataset
 from ringjax.inference import generate
 from ringjax.optim import build_optimizer
-from ringjax.parallel import Schedule, activation_sharding, make_mesh, start_devices
+from ringjax.parallel import Schedule, activation_sharding, make_mesh, start_devices, start_processes
 from ringjax.training.checkpoint import Checkpoints
 from ringjax.training.console import StepReport
 from ringjax.training.faults import StopSignals
@@ -125,8 +127,8 @@ class Trainer:
           DivergedError: the loss is not finite; nothing has been saved since it was.
         """
         train, late = self.config.train, None
-        with closing(self.data.train.batches(self.done)) as batches:
-            while self.done < train.steps and not _stops(stop):
+        with closing(self.data.train.batches(self.done, self._part)) as batches:
+            while self.done < train.steps and not self._stops(stop):
                 if late is not None and all(x.is_ready() for x in late[1].values()):
                     # Where a call returns only when its work is done, its time is over before the next one begins.
                     yield self._finish(*late)
@@ -135,9 +137,9 @@ class Trainer:
                     batch = self._put(next(batches))
                 if self.train_step is None:
                     self.train_step = self._compile(batch)
-                    if _stops(stop):  # compilation can take minutes
+                    if self._stops(stop):  # compilation can take minutes
                         break
-                self.state, metrics = self.train_step(self.state, batch)
+                self.state, metrics = self.train_step(self.state, batch, *self._wishes(stop))
                 self.done += 1
                 if late is not None:
                     yield self._finish(*late)
@@ -155,7 +157,7 @@ class Trainer:
         """Mean loss over the first `data.eval_batches` batches of held-out rows, in nats per token."""
         split = self.data.eval
         count = min(self.config.data.eval_batches, math.ceil(split.num_rows / self.config.data.batch))
-        sums = [self._eval_step(self.state.params, self._put(split.batch(i))) for i in range(count)]
+        sums = [self._eval_step(self.state.params, self._put(split.batch(i, self._part))) for i in range(count)]
         loss, weight = np.sum(jax.device_get(sums), axis=0)
         return float(loss / weight)
 
@@ -169,7 +171,7 @@ class Trainer:
             layout=self.config.attention.layout,
             num_ids=tokenizer.bos_id,
             seed=self.config.run.seed,
-            stop=lambda: _stops(stop),
+            stop=lambda: self._stops(stop),
         )
         return tokenizer.decode(tokens)
 
@@ -180,12 +182,14 @@ class Trainer:
             config.data, seed=config.run.seed, layout=config.attention.layout, ring=config.mesh.seq
         )
         self.vocab_size = _vocab_size(config, self.data.tokenizer.vocab_size)
-        self.notes += start_devices(config.mesh, config.run.platform)
+        start_processes(config)
+        self.notes += start_devices(config.mesh, config.run.platform, config.processes.count or 1)
+        self.leads = jax.process_index() == 0
         self.mesh = make_mesh(config.mesh, config.run.platform)
         self._set_compilation_cache()
         self._resources.enter_context(jax.set_mesh(self.mesh))
 
-        self.folder = self._resources.enter_context(RunFolder(config.run.dir))
+        self.folder = self._resources.enter_context(RunFolder(config.run.dir, self.leads))
         self.folder.adopt(config)
         self._checkpoints = self._resources.enter_context(Checkpoints(self.folder.checkpoints, config.train.keep))
         self._build()
@@ -195,9 +199,11 @@ class Trainer:
                 "the learning rate does not reach optim.lr"
             )
         self.done = self.start
-        self._log = self._resources.enter_context(
-            MetricsLog(self.folder.metrics, self.folder.tensorboard, resume_step=self.start)
-        )
+        self._log = None
+        if self.leads:
+            self._log = self._resources.enter_context(
+                MetricsLog(self.folder.metrics, self.folder.tensorboard, resume_step=self.start)
+            )
 
     def _set_compilation_cache(self) -> None:
         """Use `run.compilation_cache`, unless programs that come from it could hang."""
@@ -224,10 +230,14 @@ class Trainer:
         )
         step = make_train_step(definition, optimizer, schedule, config.optim.accumulate)
         # The new state lies as the old one did, and takes its place in memory.
-        self._jitted_step = jax.jit(step, donate_argnums=0, out_shardings=(self._shardings, None))
+        everywhere = NamedSharding(self.mesh, PartitionSpec())  # every process reads the results
+        self._jitted_step = jax.jit(step, donate_argnums=0, out_shardings=(self._shardings, everywhere))
         self.train_step: jax.stages.Compiled | None = None
-        self._eval_step = jax.jit(partial(loss_sum, definition))
-        if self._checkpoints.steps():
+        self._eval_step = jax.jit(partial(loss_sum, definition), out_shardings=everywhere)
+        self._place = activation_sharding(self.mesh, "rows", "seq")
+        self._part = _part(self._place, (config.data.batch, config.data.seq_len))
+        self.agreed_to_stop = False  # processes of one run stop together
+        if self._checkpoints.exist():
             self.start, self.state = self._checkpoints.restore(abstract)
             self.notes.append(f"continuing from the checkpoint of step {self.start} in {self.folder.path}")
         else:
@@ -236,18 +246,39 @@ class Trainer:
 
     def _compile(self, batch: Batch) -> jax.stages.Compiled:
         with self._meter.paused():
-            return self._jitted_step.lower(self.state, batch).compile()
+            return self._jitted_step.lower(self.state, batch, *self._wishes(None)).compile()
 
     def _put(self, batch: HostBatch) -> Batch:
-        """A batch on the devices, each with its own slots."""
-        sharding = activation_sharding(self.mesh, "rows", "seq")
+        """A batch on the devices, each with its own slots; the host has those of its own devices only."""
+        shape = (self.config.data.batch, self.config.data.seq_len)
+
+        def local(leaf: np.ndarray, index: Any) -> np.ndarray:
+            wanted = (np.arange(size)[cut] for size, cut in zip(shape, index, strict=True))
+            return leaf[np.ix_(*map(np.searchsorted, self._part, wanted))]
+
         return {
-            name: jax.make_array_from_callback(leaf.shape, sharding, leaf.__getitem__) for name, leaf in batch.items()
+            name: jax.make_array_from_callback(shape, self._place, partial(local, leaf))
+            for name, leaf in batch.items()
         }
+
+    def _stops(self, stop: StopSignals | None) -> bool:
+        """Whether to stop. Several processes stop when all have seen that one of them was asked to."""
+        if jax.process_count() > 1:
+            return self.agreed_to_stop
+        return stop is not None and stop.requested is not None
+
+    def _wishes(self, stop: StopSignals | None) -> tuple[jax.Array, ...]:
+        """For runs of several processes: whether this one was asked to stop, on each of its devices."""
+        if jax.process_count() == 1:
+            return ()
+        wish = np.float32(stop is not None and stop.requested is not None)
+        sharding = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
+        return (jax.make_array_from_callback((self.mesh.size,), sharding, lambda index: np.full(1, wish)),)
 
     def _finish(self, step: int, metrics: Metrics) -> StepResult:
         """Wait for a step, then do what is due after it."""
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        self.agreed_to_stop |= values.pop("stop", 0.0) > 0
         self._meter.step()
         if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
             self._checkpoints.wait()  # the message names the last one
@@ -263,7 +294,8 @@ class Trainer:
         with self._meter.paused():
             if last or _is_due(step, train.eval_every):
                 eval_loss = self.evaluate()
-                self._log.eval(step, eval_loss=eval_loss)
+                if self._log is not None:
+                    self._log.eval(step, eval_loss=eval_loss)
             if _is_due(step, train.save_every) and not last:
                 self._checkpoints.save(step, self.state)
             self._checkpoints.check()
@@ -286,6 +318,8 @@ class Trainer:
             memory=device_memory(self.train_step),
             eta_s=pace.step_s * (self.config.train.steps - step),
         )
+        if self._log is None:
+            return report
         self._log.train(
             step,
             loss=report.loss,
@@ -300,8 +334,13 @@ class Trainer:
         return report
 
 
-def _stops(stop: StopSignals | None) -> bool:
-    return stop is not None and stop.requested is not None
+def _part(sharding: NamedSharding, shape: tuple[int, int]) -> Part:
+    """The places of a batch that this process's devices hold."""
+    rows, slots = set(), set()
+    for row, slot in filter(None, sharding.addressable_devices_indices_map(shape).values()):
+        rows.update(range(shape[0])[row])
+        slots.update(range(shape[1])[slot])
+    return Part(np.array(sorted(rows)), np.array(sorted(slots)))
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -31,6 +31,8 @@ def test_defaults_are_possible():
         {"mesh__stage": 2, "train__rounds": 2, "train__microbatches": 4, "data__batch": 8, "optim__accumulate": 2},
         {"mesh__stage": 2, "model__layers": 12, "train__rounds": 3, "model__window": (64, None)},
         {"model__layers": 5, "model__window": [64, None]},
+        {"processes__detect": True},
+        {"processes__count": 2, "processes__index": 1, "processes__coordinator": "[::1]:4567", "mesh__seq": 4},
     ],
 )
 def test_possible_combinations(values):
@@ -114,6 +116,40 @@ def test_possible_combinations(values):
             ("train.microbatches", "mesh.stage"),
             "4 would change nothing, because mesh.stage = 1 is no pipeline; raise mesh.stage, or leave "
             "train.microbatches out; optim.accumulate cuts a batch into parts",
+        ),
+        (
+            {"processes__count": 2, "processes__index": 0},
+            ("processes.coordinator",),
+            "null, but processes.count and processes.index are set: several processes need count, index and "
+            "coordinator, each process its own index; set them all, or none",
+        ),
+        (
+            {"processes__count": 2, "processes__index": 2, "processes__coordinator": "node0:4567"},
+            ("processes.index", "processes.count"),
+            "2 is not below processes.count = 2: indices start at 0",
+        ),
+        (
+            {"processes__count": 2, "processes__index": 1, "processes__coordinator": "node0"},
+            ("processes.coordinator",),
+            "'node0' is not host:port, as node0:4567 or 127.0.0.1:4567; it is where process 0 runs, with a port that "
+            "is free there",
+        ),
+        (
+            {"processes__detect": True, "processes__count": 2},
+            ("processes.count", "processes.detect"),
+            "2 would be ignored, because processes.detect = true lets jax find the processes; leave processes.count "
+            "out, or processes.detect",
+        ),
+        (
+            {
+                "processes__count": 2,
+                "processes__index": 1,
+                "processes__coordinator": "node0:4567",
+                "run__platform": "cpu",
+                "mesh__seq": 1,
+            },
+            ("processes.count", "mesh"),
+            "2 processes cannot have equal numbers of the mesh's 1 CPU devices; use a divisor of 1",
         ),
         (
             {"train__rounds": 2},

@@ -329,6 +329,7 @@ COMBINED = {
     *(f"model.{name}" for name in ("dim", "heads", "kv_heads", "head_dim", "mlp_dim")),
     *("data.batch", "data.seq_len", "data.source", "data.path", "data.pattern"),
     *("optim.accumulate", "train.microbatches", "train.rounds"),
+    *(f"processes.{name}" for name in ("detect", "count", "index", "coordinator")),
 }
 
 

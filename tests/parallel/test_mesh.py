@@ -55,6 +55,15 @@ def test_accelerators_are_counted(monkeypatch):
     assert start_devices(MeshConfig(seq=4), "auto") == []
 
 
+def test_every_process_must_hold_a_share(monkeypatch):
+    devices = [SimpleNamespace(platform="gpu", device_kind="H100", process_index=i // 4) for i in range(8)]
+    monkeypatch.setattr(jax, "devices", lambda *_: devices)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(MeshError, match=r"of data=3 x seq=2 = 6 the 2 processes hold 4, 2; change the mesh"):
+        start_devices(MeshConfig(data=3, seq=2), "gpu")
+    assert start_devices(MeshConfig(data=4, seq=2), "gpu") == []
+
+
 def test_a_fresh_process_gets_as_many_cpu_devices_as_the_mesh_needs():
     program = (
         "from ringjax.config import MeshConfig; from ringjax.parallel import make_mesh, start_devices; import jax;"

@@ -54,6 +54,12 @@ def corpus(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def small_settings(corpus) -> list[str]:
+    """The settings of a small run, for a command line."""
+    return [*SMALL, f"data.path={corpus}"]
+
+
+@pytest.fixture(scope="session")
 def small(corpus) -> Small:
     """Settings of a small run, from its folder and overrides."""
 
