@@ -149,14 +149,14 @@ class Decoder(nnx.Module):
             layer = jax.tree.map(_without_layers, layer, is_leaf=_is_variable)
             return nnx.merge(definition, layer)(x_BSM, rotary, segment_ids, window)
 
-        def layers(x_BSM: jax.Array, weights: nnx.State) -> jax.Array:
+        def layers(x_BSM: jax.Array, weights: nnx.State, in_loop: bool = False) -> jax.Array:
             """As many as there are windows in the pattern, or fewer."""
             for index, window in zip(range(_count(weights)), windows, strict=False):
                 one = partial(block, window=window)
                 if self.remat != "none":
                     policy = jax.checkpoint_policies.save_only_these_names(*KEPT[self.remat])
                     # A loop keeps the two passes apart by itself.
-                    one = jax.checkpoint(one, policy=policy, prevent_cse=not self.scan)
+                    one = jax.checkpoint(one, policy=policy, prevent_cse=not in_loop)
                 x_BSM = one(x_BSM, jax.tree.map(lambda w, at=index: w[at], weights))
             return x_BSM
 
@@ -166,7 +166,7 @@ class Decoder(nnx.Module):
             stacked = jax.tree.map(
                 lambda w: rearrange(w[: whole * period], "(n p) ... -> n p ...", p=period), weights
             )
-            x_BSM, _ = jax.lax.scan(lambda x, weights: (layers(x, weights), None), x_BSM, stacked)
+            x_BSM, _ = jax.lax.scan(lambda x, weights: (layers(x, weights, in_loop=True), None), x_BSM, stacked)
         for first in range(whole * period, count, period):
             x_BSM = layers(x_BSM, jax.tree.map(lambda w, at=first: w[at : at + period], weights))
         return x_BSM

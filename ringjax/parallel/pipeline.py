@@ -117,12 +117,9 @@ def run_pipeline(
     arrived = _hold(jnp.zeros_like(waiting[:, 0]))
     turning = _hold(jnp.zeros_like(waiting[:, 1:]), None) if V > 1 else ()
     (waiting, _, _), _ = jax.lax.scan(tick, (waiting, turning, arrived), jnp.arange(schedule.ticks))
-    waiting = jnp.roll(
-        waiting, -last % each, axis=1
-    )  # outputs are P - 1 ticks behind inputs, and so are their places
-    return constrain(
-        rearrange(waiting, "P C (d b) S M -> (P d C b) S M", d=device_count("batch")), "rows", "seq", "embed"
-    )
+    waiting = jnp.roll(waiting, -last % each, axis=1)  # outputs, and their places, are P - 1 ticks behind inputs
+    out_BSM = rearrange(waiting, "P C (d b) S M -> (P d C b) S M", d=device_count("batch"))
+    return constrain(out_BSM, "rows", "seq", "embed")
 
 
 def _microbatches(x: jax.Array, stages: int, each: int) -> jax.Array:
