@@ -1,6 +1,8 @@
 """Every test runs on 32 virtual CPU devices in float32; nothing is skipped for want of hardware."""
 
+import gc
 import os
+from pathlib import Path
 
 import jax
 import pytest
@@ -31,8 +33,10 @@ def pytest_configure(config: pytest.Config) -> None:
         jax.config.update("jax_disable_most_optimizations", True)
 
 
-# Each CPU program takes some 30 memory mappings, of which Linux grants a process 65530: 240 tests can use them up.
-KEPT_PROGRAMS = 400
+# Every compiled CPU program takes memory mappings, large ones hundreds, and Linux grants a process 65530: a worker
+# that has used them up dies while compiling. Where they cannot be counted, programs are.
+MOST_MAPPINGS, MOST_PROGRAMS = 20_000, 300
+MAPPINGS = Path("/proc/self/maps")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -72,9 +76,11 @@ programs: dict = {}
 def programs_are_few():
     """Forget them all before they use up what the system grants: jax keeps its own references too."""
     yield
-    if len(programs) > KEPT_PROGRAMS:
+    full = MAPPINGS.read_bytes().count(b"\n") > MOST_MAPPINGS if MAPPINGS.exists() else len(programs) > MOST_PROGRAMS
+    if full:
         programs.clear()
         jax.clear_caches()
+        gc.collect()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
