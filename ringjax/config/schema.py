@@ -170,3 +170,8 @@ class Config(Section):
     data: DataConfig = DataConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
+
+    @property
+    def microbatches(self) -> int:
+        """Parts of a batch that follow each other through the stages."""
+        return self.train.microbatches or self.mesh.stage

@@ -7,7 +7,6 @@ end a process whose peers are missing or differ without saying which ones.
 import json
 import socket
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -120,22 +119,7 @@ def _call_the_roll(own: _Report, processes: ProcessesConfig) -> None:
 
 def _report(own: _Report, processes: ProcessesConfig) -> None:
     """The other processes: report to process 0 and wait for its word."""
-    deadline = time.monotonic() + processes.timeout_s
-
-    def within(act: Callable[[float], Any], what: str) -> Any:
-        while True:
-            left = deadline - time.monotonic()
-            try:
-                return act(max(left, _PAUSE_S))
-            except OSError as error:
-                if left <= 0:
-                    raise ProcessesError(
-                        f"{own} {what} process 0 at processes.coordinator = {processes.coordinator} within "
-                        f"{processes.timeout_s} s ({error.strerror or error}); is it running there?"
-                    ) from error
-            time.sleep(_PAUSE_S)
-
-    with within(lambda left: socket.create_connection(_address(processes), left), "could not reach") as connection:
+    with _connected(own, processes) as connection:
         # Process 0 answers when all are there, or when its own time is over.
         connection.settimeout(2 * processes.timeout_s)
         _send(connection, {"index": own.index, "host": own.host, "settings": own.settings})
@@ -144,6 +128,22 @@ def _report(own: _Report, processes: ProcessesConfig) -> None:
         raise ProcessesError(f"process 0 at {processes.coordinator} went away; its own log says why")
     if answer["problem"]:
         raise ProcessesError(answer["problem"])
+
+
+def _connected(own: _Report, processes: ProcessesConfig) -> socket.socket:
+    """A connection to process 0, which may come up later than this one."""
+    deadline = time.monotonic() + processes.timeout_s
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            return socket.create_connection(_address(processes), max(left, _PAUSE_S))
+        except OSError as error:
+            if left <= 0:
+                raise ProcessesError(
+                    f"{own} could not reach process 0 at processes.coordinator = {processes.coordinator} within "
+                    f"{processes.timeout_s} s ({error.strerror or error}); is it running there?"
+                ) from error
+        time.sleep(_PAUSE_S)
 
 
 def _conflict(report: _Report, present: dict[int, _Report], processes: ProcessesConfig) -> str:

@@ -39,7 +39,7 @@ def build_decoder(config: Config, vocab_size: int) -> Decoder:
         dtype=jnp.dtype(config.train.precision),
         remat=config.train.remat,
         rounds=config.train.rounds,
-        microbatches=config.train.microbatches or config.mesh.stage,
+        microbatches=config.microbatches,
         scan=config.train.scan_layers,
         rngs=nnx.Rngs(config.run.seed),
     )

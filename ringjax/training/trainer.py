@@ -225,9 +225,7 @@ class Trainer:
         self._shardings = jax.tree.map(lambda x: x.sharding, abstract)
         definition, _ = nnx.split(nnx.eval_shape(lambda: build_decoder(config, self.vocab_size)))
         self._definition = definition
-        self.schedule = Schedule(
-            config.mesh.stage, config.train.rounds, config.train.microbatches or config.mesh.stage
-        )
+        self.schedule = Schedule(config.mesh.stage, config.train.rounds, config.microbatches)
         step = make_train_step(definition, optimizer, schedule, config.optim.accumulate)
         # The new state lies as the old one did, and takes its place in memory.
         everywhere = NamedSharding(self.mesh, PartitionSpec())  # every process reads the results
