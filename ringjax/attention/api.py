@@ -16,6 +16,7 @@ from ringjax.attention.checks import (
     check_dropout,
     check_lengths,
     check_options,
+    check_sequences,
     check_sinks,
     check_slopes,
     check_tokens,
@@ -50,6 +51,7 @@ def ring_attention(
     alibi_slopes: Any = None,
     dropout_rate: float = 0.0,
     dropout_seed: Any = None,
+    dropout_sequences: AnyArray | None = None,
     strategy: str = "ring",
     kernel: str | BlockKernel = "auto",
     return_lse: bool = False,
@@ -94,8 +96,10 @@ def ring_attention(
         `alibi_slopes`.
       dropout_rate: share of the attention weights that is dropped, a Python number in [0, 1). The others are
         divided by 1 - rate; the lse is that without dropout.
-      dropout_seed: an integer or a jax.random key. What is dropped is a function of seed, batch index, head and the
-        two positions alone: the same on every mesh, layout and ring size.
+      dropout_seed: an integer or a jax.random key. What is dropped is a function of seed, sequence, head and the two
+        positions alone: the same on every mesh, layout and ring size.
+      dropout_sequences: [B] integers that fit into int32, what dropout takes for the number of each sequence. None =
+        its batch index; give them where a batch is one of several parts.
       strategy: "ring".
       kernel: attention of one block against one block: "auto", "xla", or a `BlockKernel`.
       return_lse: also return the log-sum-exp.
@@ -123,6 +127,7 @@ def ring_attention(
     check_cuts(sizes, axes, batch, num_heads, kv_heads)
     sinks, slopes = check_sinks(sinks, num_heads), check_slopes(alibi_slopes, num_heads)
     rule, seed = _rule(dim, scale, softcap, slopes, dropout_rate, dropout_seed)
+    sequences = check_sequences(dropout_sequences, batch)
     tokens = _tokens(q, k, mask, rule, segment_ids, positions, kv_segment_ids, kv_positions)
     if positions is None:
         mask = mask.within(k.shape[1])
@@ -132,7 +137,8 @@ def ring_attention(
     if fill_q.needed or fill_k.needed:
         tokens = _filled_tokens(tokens, fill_q, fill_k, batch, mask)
         q, k, v = fill_q.fill(q), fill_k.fill(k), fill_k.fill(v)
-    heads = _heads(slopes, seed, jnp.arange(batch), jnp.arange(num_heads))
+    sequences = jnp.arange(batch) if sequences is None else sequences
+    heads = _heads(slopes, seed, sequences, jnp.arange(num_heads))
     program = GlobalProgram(mesh, axes, ring)
     out, lse = compiled_attention(program, q, k, v, Side(*tokens, heads))
     if fill_q.needed:
@@ -160,6 +166,7 @@ def ring_attention_shard(
     alibi_slopes: Any = None,
     dropout_rate: float = 0.0,
     dropout_seed: Any = None,
+    dropout_sequences: AnyArray | None = None,
     strategy: str = "ring",
     kernel: str | BlockKernel = "auto",
     return_lse: bool = False,
@@ -190,6 +197,7 @@ def ring_attention_shard(
       alibi_slopes: constants.
       dropout_rate: share of the weights that is dropped.
       dropout_seed: the same on all devices.
+      dropout_sequences: numbers of this device's sequences.
       strategy: "ring".
       kernel: attention of one block against one block.
       return_lse: also return the log-sum-exp.
@@ -227,7 +235,9 @@ def ring_attention_shard(
     sinks, slopes = check_sinks(sinks, num_heads), check_slopes(alibi_slopes, num_heads)
     rule, seed = _rule(dim, scale, softcap, slopes, dropout_rate, dropout_seed)
     tokens = _tokens(q, k, mask, rule, segment_ids, positions, kv_segment_ids, kv_positions)
-    heads = _heads(slopes, seed, _numbers(axes.batch, batch), _numbers((axes.head,) if axes.head else (), num_heads))
+    sequences = check_sequences(dropout_sequences, batch)
+    sequences = _numbers(axes.batch, batch) if sequences is None else sequences
+    heads = _heads(slopes, seed, sequences, _numbers((axes.head,) if axes.head else (), num_heads))
     if positions is None:
         mask = mask.within(k.shape[1] * size)
     ring = Ring(axes.seq, size, ring_layout, mask, rule, get_kernel(kernel))
@@ -308,12 +318,12 @@ def _tokens(
     return Tokens(places, segments), Tokens(kv_places, kv_segments)
 
 
-def _heads(slopes: np.ndarray | None, seed: jax.Array | None, batch: jax.Array, heads: jax.Array) -> Heads:
-    """What differs between sequences and heads, [B, H] each, for sequences and heads of these global numbers."""
-    shape = (batch.shape[0], heads.shape[0])
+def _heads(slopes: np.ndarray | None, seed: jax.Array | None, sequences: jax.Array, heads: jax.Array) -> Heads:
+    """What differs between sequences and heads, [B, H] each, for sequences and heads of these numbers."""
+    shape = (sequences.shape[0], heads.shape[0])
     return Heads(
         None if slopes is None else jnp.broadcast_to(jnp.asarray(slopes), shape),
-        None if seed is None else head_noise(seed, batch, heads),
+        None if seed is None else head_noise(seed, sequences, heads),
     )
 
 

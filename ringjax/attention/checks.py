@@ -116,13 +116,19 @@ def check_lengths(
         )
 
 
-def check_tokens(name: str, x: Any, shape: tuple[int, int]) -> jax.Array | None:
+def check_sequences(x: Any, batch: int) -> jax.Array | None:
+    """The numbers that dropout knows sequences by."""
+    return check_tokens("dropout_sequences", x, (batch,))
+
+
+def check_tokens(name: str, x: Any, shape: tuple[int, ...]) -> jax.Array | None:
     """Segments or positions as int32, refused where int32 could change which of them are equal or come first."""
     if x is None:
         return None
     x = x if isinstance(x, jax.Array) else np.asarray(x)
     if x.shape != shape or not jnp.issubdtype(x.dtype, jnp.integer):
-        raise ValueError(f"{name} must be integers of shape [B, S] = {shape}; got {x.dtype} {x.shape}")
+        dims = "[B, S]" if len(shape) == 2 else "[B]"
+        raise ValueError(f"{name} must be integers of shape {dims} = {shape}; got {x.dtype} {x.shape}")
     if not np.can_cast(x.dtype, np.int32):
         limits = np.iinfo(np.int32)
         if isinstance(x, jax.Array):

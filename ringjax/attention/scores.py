@@ -80,14 +80,14 @@ def alibi_slopes(heads: int) -> np.ndarray:
     return np.concatenate([geometric(lower), geometric(2 * lower)[::2]])[:heads].astype(np.float32)
 
 
-def head_noise(seed: jax.Array | int, batch_index: jax.Array, head_index: jax.Array) -> jax.Array:
+def head_noise(seed: jax.Array | int, sequences: jax.Array, heads: jax.Array) -> jax.Array:
     """What dropout starts from in each sequence and head, [B, H] uint32, from their global numbers."""
-    seed, batch, head = (jnp.asarray(x).astype(jnp.uint32) for x in (seed, batch_index, head_index))
-    return _mix(_mix(_mix(seed) + batch[:, None] * np.uint32(0x9E3779B1)) + head * np.uint32(0x85EBCA77))
+    seed, sequence, head = (jnp.asarray(x).astype(jnp.uint32) for x in (seed, sequences, heads))
+    return _mix(_mix(_mix(seed) + sequence[:, None] * np.uint32(0x9E3779B1)) + head * np.uint32(0x85EBCA77))
 
 
 def keep(noise: jax.Array, q_positions: jax.Array, k_positions: jax.Array, rate: float) -> jax.Array:
-    """Which weights dropout keeps: a function of (seed, batch, head) and of the two positions, and of nothing else.
+    """Which weights dropout keeps: a function of (seed, sequence, head) and the two positions alone.
 
     So the mask is the same on every mesh, layout and ring size, and in the backward pass. Arguments broadcast.
     """

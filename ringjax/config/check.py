@@ -49,7 +49,7 @@ def check_config(config: Config) -> list[Problem]:
       >>> problems[0].keys
       ('model.heads', 'model.kv_heads')
     """
-    rules = (_processes, _model, _pipeline, _tensor, _embed, _batch, _sequence, _source)
+    rules = (_processes, _model, _pipeline, _offload, _tensor, _embed, _batch, _sequence, _source)
     return [problem for rule in rules for problem in rule(config)]
 
 
@@ -130,6 +130,28 @@ def _pipeline(config: Config) -> Iterator[Problem]:
         yield from _multiple(config, "model.layers", ("mesh.stage", "train.rounds"), reason)
     if train.microbatches is not None:
         yield from _multiple(config, "train.microbatches", ("mesh.stage",), "each stage holds as many of them")
+
+
+def _offload(config: Config) -> Iterator[Problem]:
+    if config.train.offload and config.train.remat == "none":
+        yield Problem(
+            ("train.offload", "train.remat"),
+            "true moves the inputs of blocks, and with train.remat = none the backward pass needs all they made; "
+            "use train.remat = attention, block or full",
+        )
+    if config.train.offload and config.mesh.stage > 1 and config.train.scan_layers:
+        # XLA moves what one loop keeps; of a loop of layers inside the loop of ticks it moves one tick's share.
+        yield Problem(
+            ("train.offload", "mesh.stage", "train.scan_layers"),
+            f"true, and with mesh.stage = {config.mesh.stage} and train.scan_layers = true the compiler would leave "
+            "most of it on the device; set train.scan_layers to false, or train.offload to false",
+        )
+    if config.train.offload and config.run.platform == "cpu":
+        yield Problem(
+            ("train.offload", "run.platform"),
+            "true moves what it can into the host's memory, and run.platform = cpu computes there already; set "
+            "train.offload to false",
+        )
 
 
 def _tensor(config: Config) -> Iterator[Problem]:

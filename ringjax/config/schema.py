@@ -26,7 +26,7 @@ class RunConfig(Section):
 
     dir: str = Field(default="runs/default", min_length=1, description="run folder: everything the run writes")
     seed: int = Field(
-        default=0, ge=0, lt=2**32, description="seeds the weights, the order of the data and the sample"
+        default=0, ge=0, lt=2**32, description="seeds the weights, the order of the data, dropout and the sample"
     )
     platform: Literal["auto", "cpu", "gpu", "tpu"] = Field(default="auto", description="kind of device to run on")
     compilation_cache: str | None = Field(
@@ -89,6 +89,9 @@ class ModelConfig(Section):
         description="tokens that one sees, itself and those right before it; null = all; a list is a pattern that "
         "goes through the layers again and again, as [1024, 1024, null]",
     )
+    attention_dropout: float = Field(
+        default=0.0, ge=0, lt=1, description="share of the attention weights that is dropped in training"
+    )
     mlp_chunk: Count | None = Field(
         default=None, description="tokens of each device whose MLP is computed at one time; null = all"
     )
@@ -145,6 +148,11 @@ class TrainConfig(Section):
         default="block",
         description="what the backward pass computes again: none = nothing; attention = all but what goes into and "
         "comes out of attention; block = all but attention's result; full = that too, with one more lap of the ring",
+    )
+    offload: bool = Field(
+        default=False,
+        description="the inputs of the blocks, which the backward pass begins with, wait for it in the host's memory "
+        "(GPU and TPU)",
     )
     scan_layers: bool = Field(
         default=True, description="equal layers are one loop of the program; false = a longer program"

@@ -1,7 +1,8 @@
 """The decoder that is trained: its layers, its loss and what it costs."""
 
+from ringjax.models.attention import Dropout
 from ringjax.models.decoder import Decoder, count_parameters
 from ringjax.models.flops import flops_per_token, keys_per_token
 from ringjax.models.loss import token_loss_sum
 
-__all__ = ["Decoder", "count_parameters", "flops_per_token", "keys_per_token", "token_loss_sum"]
+__all__ = ["Decoder", "Dropout", "count_parameters", "flops_per_token", "keys_per_token", "token_loss_sum"]

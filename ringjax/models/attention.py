@@ -1,6 +1,7 @@
 """The attention layer: projections and RoPE around the one call of `ringjax.attention`."""
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,18 @@ from ringjax.config import AttentionConfig, ModelConfig
 from ringjax.models.layers import normal_param, use
 from ringjax.models.rope import rotate
 from ringjax.parallel import constrain, single_device_mesh
+
+
+class Dropout(NamedTuple):
+    """What decides which attention weights are dropped, besides heads and positions.
+
+    Attributes:
+      key: of jax.random; another one in every step and layer.
+      sequences: [B] int, the number of each row in the whole batch, however the batch is cut.
+    """
+
+    key: jax.Array
+    sequences: jax.Array
 
 
 class Attention(nnx.Module):
@@ -29,6 +42,7 @@ class Attention(nnx.Module):
         self, config: ModelConfig, attention: AttentionConfig, output_scale: float, dtype: jnp.dtype, rngs: nnx.Rngs
     ):
         self.attention = attention
+        self.dropout_rate = config.attention_dropout
         self.dtype = dtype
         dim, heads, kv_heads, head_dim = config.dim, config.heads, config.kv_heads, config.head_dim
         std = 1 / math.sqrt(dim)
@@ -44,6 +58,7 @@ class Attention(nnx.Module):
         rotary: tuple[jax.Array, jax.Array],
         segment_ids: jax.Array | None,
         window: int | None = None,
+        dropout: Dropout | None = None,
     ) -> jax.Array:
         """Mix tokens of the same document, each with those before it.
 
@@ -52,6 +67,7 @@ class Attention(nnx.Module):
           rotary: cosine and sine of `rotary_angles`.
           segment_ids: [B, S] document of each token, negative for padding; None = one document a row.
           window: tokens that one sees, itself and those right before it; None = all.
+          dropout: of this layer; None = nothing is dropped.
 
         Returns:
           [B, S, M].
@@ -67,6 +83,9 @@ class Attention(nnx.Module):
             layout=self.attention.layout,
             mask=Mask(causal=True, window=window),
             segment_ids=segment_ids,
+            dropout_rate=0.0 if dropout is None else self.dropout_rate,
+            dropout_seed=None if dropout is None else dropout.key,
+            dropout_sequences=None if dropout is None else dropout.sequences,
             strategy=self.attention.strategy,
             kernel=self.attention.kernel,
         )

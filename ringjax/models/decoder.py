@@ -1,18 +1,21 @@
 """The decoder: embedding, a scanned stack of blocks, final norm and output head."""
 
 import math
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from einops import rearrange
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from ringjax.config import AttentionConfig, ModelConfig
-from ringjax.models.attention import Attention
+from ringjax.models.attention import Attention, Dropout
 from ringjax.models.layers import RMSNorm, SwiGLU, normal_param, use
 from ringjax.models.rope import rotary_angles
-from ringjax.parallel import STACKED, Schedule, constrain, device_count, run_pipeline
+from ringjax.parallel import HOST_MEMORY, STACKED, Schedule, constrain, device_count, run_pipeline
 
 # What the backward pass keeps of a block besides its input, by remat policy; it recomputes the rest. The names are
 # given by `ring_attention` (its result) and by `Attention` (what goes into it). With the result kept, recomputing a
@@ -23,6 +26,9 @@ KEPT = {
     "block": _RESULT,
     "full": (),
 }
+
+
+Stack = tuple[nnx.State, jax.Array]  # weights of some layers, and the numbers of these layers
 
 
 class Block(nnx.Module):
@@ -41,8 +47,9 @@ class Block(nnx.Module):
         rotary: tuple[jax.Array, jax.Array],
         segment_ids: jax.Array | None,
         window: int | None = None,
+        dropout: Dropout | None = None,
     ) -> jax.Array:
-        x_BSM = x_BSM + self.attention(self.attention_norm(x_BSM), rotary, segment_ids, window)
+        x_BSM = x_BSM + self.attention(self.attention_norm(x_BSM), rotary, segment_ids, window, dropout)
         return x_BSM + self.mlp(self.mlp_norm(x_BSM))
 
 
@@ -64,6 +71,8 @@ class Decoder(nnx.Module):
       dtype: type of the computation, float32 or bfloat16.
       remat: what the backward pass recomputes: "none", "attention" (all but what attention takes and gives),
         "block" (all but attention's result), "full" (all of a block, with one more lap of the ring).
+      offload: whether the inputs of the blocks, which every `remat` but "none" keeps for the backward pass, wait for
+        it in the host's memory. Devices that have no such memory take no notice.
       rounds: groups of layers on each pipeline stage.
       microbatches: parts of the batch that follow each other through the pipeline.
       scan: whether equal layers are one loop, or each has its own piece of the program.
@@ -87,6 +96,7 @@ class Decoder(nnx.Module):
         attention: AttentionConfig,
         dtype: jnp.dtype,
         remat: str,
+        offload: bool = False,
         rounds: int = 1,
         microbatches: int = 1,
         scan: bool = True,
@@ -94,6 +104,10 @@ class Decoder(nnx.Module):
     ):
         if remat not in ("none", *KEPT):
             raise ValueError(f"remat must be one of none, {', '.join(KEPT)}; got {remat!r}")
+        if offload and remat == "none":
+            raise ValueError(
+                f"offload keeps the inputs of blocks, and remat='none' keeps more: use {', '.join(KEPT)}"
+            )
         if config.layers % rounds:
             raise ValueError(f"layers must be a multiple of rounds; got {config.layers} layers in {rounds} rounds")
         self.config = config
@@ -103,6 +117,7 @@ class Decoder(nnx.Module):
         self.vocab_size = vocab_size
         self.dtype = dtype
         self.remat = remat
+        self.offload = offload
         # Logits of a normalised vector have this times sqrt(M) as their deviation: the loss starts at about ln V.
         std = 0.25 / math.sqrt(config.dim)
         self.embedding = normal_param(rngs, (vocab_size, config.dim), ("vocab", "embed"), std)
@@ -114,24 +129,33 @@ class Decoder(nnx.Module):
         if not config.tied_embeddings:
             self.head = normal_param(rngs, (config.dim, vocab_size), ("embed", "vocab"), std)
 
-    def hidden(self, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
+    def hidden(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        segment_ids: jax.Array | None = None,
+        dropout: Dropout | None = None,
+    ) -> jax.Array:
         """Run the decoder up to the output head.
 
         Args:
           tokens: [B, S] int.
           positions: [B, S] int, the place of each token in its document; RoPE turns by it.
           segment_ids: [B, S] int, the document of each token, negative for padding; None = one document a row.
+          dropout: of the step, for training at a `model.attention_dropout` above 0; None = nothing is dropped.
 
         Returns:
           [B, S, M], after the final norm, in the type of the computation.
         """
         schedule = Schedule(device_count("stage"), self.rounds, self.microbatches)
         x_BSM = self._embed(tokens)
-        definition, weights = nnx.split(self.blocks)
-        known = (positions, segment_ids)
+        definition, state = nnx.split(self.blocks)
+        weights = state, rearrange(jnp.arange(self.config.layers), "(V n) -> V n", V=self.rounds)
+        key, sequences = dropout if dropout is not None and self.config.attention_dropout else (None, None)
+        known = (positions, segment_ids, sequences)
 
-        def group(weights: nnx.State, x_BSM: jax.Array, known: tuple) -> jax.Array:
-            return self._layers(definition, weights, x_BSM, *known)
+        def group(weights: Stack, x_BSM: jax.Array, known: tuple) -> jax.Array:
+            return self._layers(definition, weights, x_BSM, *known, key=key)
 
         if schedule.stages > 1:
             x_BSM = run_pipeline(group, schedule, weights, x_BSM, known)
@@ -139,24 +163,26 @@ class Decoder(nnx.Module):
             x_BSM = group(jax.tree.map(lambda w: rearrange(w, "V n ... -> (V n) ..."), weights), x_BSM, known)
         return self.norm(x_BSM)
 
-    def _layers(self, definition, weights, x_BSM, positions, segment_ids) -> jax.Array:
+    def _layers(self, definition, weights: Stack, x_BSM, positions, segment_ids, sequences, key) -> jax.Array:
         """Some layers in their order, weights [n, ...]; the first of them begins the pattern of windows."""
         cos, sin = rotary_angles(positions, self.config.head_dim, self.config.rope_theta)
         rotary = (constrain(cos, "batch", "seq", None), constrain(sin, "batch", "seq", None))
         windows = self.config.windows
 
-        def block(x_BSM: jax.Array, layer: nnx.State, window: int | None) -> jax.Array:
-            layer = jax.tree.map(_without_layers, layer, is_leaf=_is_variable)
-            return nnx.merge(definition, layer)(x_BSM, rotary, segment_ids, window)
+        def block(x_BSM: jax.Array, layer: Stack, window: int | None) -> jax.Array:
+            x_BSM = checkpoint_name(x_BSM, "block_input")
+            state, number = layer
+            state = jax.tree.map(_without_layers, state, is_leaf=_is_variable)
+            dropout = None if key is None else Dropout(jax.random.fold_in(key, number), sequences)
+            return nnx.merge(definition, state)(x_BSM, rotary, segment_ids, window, dropout)
 
-        def layers(x_BSM: jax.Array, weights: nnx.State, in_loop: bool = False) -> jax.Array:
+        def layers(x_BSM: jax.Array, weights: Stack, in_loop: bool = False) -> jax.Array:
             """As many as there are windows in the pattern, or fewer."""
             for index, window in zip(range(_count(weights)), windows, strict=False):
                 one = partial(block, window=window)
                 if self.remat != "none":
-                    policy = jax.checkpoint_policies.save_only_these_names(*KEPT[self.remat])
                     # A loop keeps the two passes apart by itself.
-                    one = jax.checkpoint(one, policy=policy, prevent_cse=not in_loop)
+                    one = jax.checkpoint(one, policy=self._policy(), prevent_cse=not in_loop)
                 x_BSM = one(x_BSM, jax.tree.map(lambda w, at=index: w[at], weights))
             return x_BSM
 
@@ -170,6 +196,17 @@ class Decoder(nnx.Module):
         for first in range(whole * period, count, period):
             x_BSM = layers(x_BSM, jax.tree.map(lambda w, at=first: w[at : at + period], weights))
         return x_BSM
+
+    def _policy(self) -> Callable[..., Any]:
+        """What the backward pass finds of a block, and where."""
+        if not self.offload:
+            return jax.checkpoint_policies.save_only_these_names(*KEPT[self.remat])
+        return jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=KEPT[self.remat],
+            names_which_can_be_offloaded=("block_input",),
+            offload_src="device",
+            offload_dst=HOST_MEMORY,
+        )
 
     def head_weight(self) -> jax.Array:
         """The output head, [M, V] in the type of the computation, brought together for use."""
@@ -211,6 +248,6 @@ def _without_layers(param: nnx.Variable) -> nnx.Variable:
     return param.replace(dims=param.get_metadata("dims")[len(STACKED) :])
 
 
-def _count(weights: nnx.State) -> int:
+def _count(weights: Stack) -> int:
     """Layers of a stack."""
     return jax.tree.leaves(weights)[0].shape[0]

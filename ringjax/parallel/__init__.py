@@ -1,6 +1,13 @@
 """How a model is spread over devices: the mesh and the one sharding table."""
 
-from ringjax.parallel.mesh import AXES, make_mesh, single_device_mesh, start_devices
+from ringjax.parallel.mesh import (
+    AXES,
+    HOST_MEMORY,
+    check_host_memory,
+    make_mesh,
+    single_device_mesh,
+    start_devices,
+)
 from ringjax.parallel.pipeline import Schedule, run_pipeline
 from ringjax.parallel.placement import MeshError
 from ringjax.parallel.processes import ProcessesError, start_processes
@@ -17,11 +24,13 @@ from ringjax.parallel.sharding import (
 
 __all__ = [
     "AXES",
+    "HOST_MEMORY",
     "STACKED",
     "MeshError",
     "ProcessesError",
     "Schedule",
     "activation_sharding",
+    "check_host_memory",
     "constrain",
     "device_count",
     "gather",

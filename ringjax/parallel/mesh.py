@@ -12,6 +12,7 @@ from ringjax.parallel.placement import MeshError, crossings, place, product
 
 # Slowest links first: `jax.make_mesh` gives the last axes the fastest ones, and tensor and seq talk in every layer.
 AXES = ("stage", "data", "fsdp", "seq", "tensor")
+HOST_MEMORY = "pinned_host"  # jax's name of the host memory that an accelerator reaches by itself
 
 
 def start_devices(config: MeshConfig, platform: str, processes: int = 1) -> list[str]:
@@ -65,6 +66,21 @@ def make_mesh(config: MeshConfig, platform: str = "auto") -> Mesh:
     devices = _devices(config, platform)[: _size(config)]
     places = place(devices, _sizes(config), config.ring_may_cross)
     return Mesh(places, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def check_host_memory(mesh: Mesh) -> None:
+    """Raise unless the devices can put arrays aside in their host's memory.
+
+    Raises:
+      MeshError: they cannot, as CPU devices, whose memory that is anyway.
+    """
+    device = mesh.devices.flat[0]
+    # CPU devices have a memory of that name too, which is the one they compute in.
+    if device.platform == "cpu" or HOST_MEMORY not in (memory.kind for memory in device.addressable_memories()):
+        raise MeshError(
+            f"train.offload=true needs devices with a memory of their own that also reach their host's "
+            f"({HOST_MEMORY}), as GPUs and TPUs; these are {device.platform.upper()} devices. Set train.offload=false"
+        )
 
 
 def single_device_mesh() -> Mesh:

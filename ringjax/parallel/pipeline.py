@@ -77,7 +77,7 @@ def run_pipeline(
       schedule: whose stages are those of the mesh set with `jax.set_mesh`.
       weights: pytree of [V, N / V, ...]: all layers in their order, the second dim spread over the stages.
       x_BSM: the batch. B is a multiple of M and of the rows' devices.
-      tokens: pytree of [B, S], what the layers must know of each token; None leaves are left out.
+      tokens: pytree of [B, S] or [B], what the layers must know of each token or row; None leaves are left out.
 
     Returns:
       [B, S, M], in the rows' order.
@@ -108,7 +108,7 @@ def run_pipeline(
             entering = jnp.where(t < M, fresh, again)
         x = _hold(_at(stage_P == 0, entering, arrived))
         work = jnp.clip(t - stage_P, 0, M * V - 1)
-        of_each = jax.tree.map(lambda x: constrain(x[work % M], "stage", "batch", "seq"), tokens)
+        of_each = jax.tree.map(lambda x: constrain(x[work % M], "stage", *_dims(x)), tokens)
         out = _hold(jax.vmap(visit, spmd_axis_name=AXIS)(weights, work // M, x, of_each))
         waiting = waiting.at[:, place].set(_at(stage_P == last, out, _shifted(fresh, -1)))
         return (_hold(waiting, None), turning, _shifted(out, 1)), None
@@ -133,8 +133,14 @@ def _by_stage(w: jax.Array, stages: int) -> jax.Array:
 
 
 def _replicated(x: jax.Array) -> jax.Array:
-    """[P, C, b, S] -> [M, b, S], the same on all stages: a few integers a token, gathered once."""
-    return constrain(rearrange(x, "P C b S -> (P C) b S"), None, "batch", "seq")
+    """[P, C, b, ...] -> [M, b, ...], the same on all stages: a few integers a token, gathered once."""
+    x = rearrange(x, "P C b ... -> (P C) b ...")
+    return constrain(x, None, *_dims(x))
+
+
+def _dims(x: jax.Array) -> tuple[str, ...]:
+    """What [M, b, S] or [M, b] has behind M."""
+    return ("batch", "seq")[: x.ndim - 1]
 
 
 def _hold(x: jax.Array, *places: None) -> jax.Array:

@@ -45,8 +45,7 @@ def place(devices: Sequence[Any], sizes: dict[str, int], ring_may_cross: bool = 
         )
     across = _across(sizes, len(groups))
     inner = sizes.get("seq", 1) * sizes.get("tensor", 1)
-    cut = {axis: across[axis] for axis in ("seq", "tensor") if across.get(axis, 1) > 1}
-    if cut and inner <= each and not ring_may_cross:
+    if _talking(across) and inner <= each and not ring_may_cross:
         fits = [count for count in range(1, each + 1) if each % count == 0]
         raise MeshError(
             f"mesh.seq * mesh.tensor = {inner} devices would stand on several {name}s, though the {each} of a "
@@ -66,8 +65,7 @@ def crossings(devices: Sequence[Any], sizes: dict[str, int]) -> list[str]:
     across, name = _across(sizes, len(groups)), "slices" if kind == "slice_index" else "hosts"
     return [
         f"mesh.{axis} = {sizes[axis]} crosses {across[axis]} {name}: one has {len(devices) // len(groups)} devices"
-        for axis in ("seq", "tensor")
-        if across.get(axis, 1) > 1
+        for axis in _talking(across)
     ]
 
 
@@ -88,6 +86,11 @@ def _across(sizes: dict[str, int], count: int) -> dict[str, int]:
         count //= across[axis]
     assert count == 1, "the groups are equal and fill the mesh: each of their factors is in one of the axes"
     return across
+
+
+def _talking(across: dict[str, int]) -> list[str]:
+    """The axes that talk in every layer and are cut."""
+    return [axis for axis in ("seq", "tensor") if across.get(axis, 1) > 1]
 
 
 def product(sizes: dict[str, int]) -> str:

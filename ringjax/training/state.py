@@ -38,6 +38,7 @@ def build_decoder(config: Config, vocab_size: int) -> Decoder:
         attention=config.attention,
         dtype=jnp.dtype(config.train.precision),
         remat=config.train.remat,
+        offload=config.train.offload,
         rounds=config.train.rounds,
         microbatches=config.microbatches,
         scan=config.train.scan_layers,

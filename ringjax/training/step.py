@@ -1,6 +1,7 @@
 """One optimizer step, and one evaluation, as pure functions of state and batch."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import jax
@@ -9,23 +10,27 @@ import optax
 from einops import rearrange
 from flax import nnx
 
-from ringjax.models import Decoder, token_loss_sum
+from ringjax.models import Decoder, Dropout, token_loss_sum
+from ringjax.parallel import constrain
 from ringjax.training.state import TrainState
 
 Batch = dict[str, jax.Array]  # the leaves of `ringjax.data.Split.batch`, [B, S] each
 Metrics = dict[str, jax.Array]
 
 
-def loss_sum(definition: nnx.GraphDef, params: nnx.State, batch: Batch) -> tuple[jax.Array, jax.Array]:
+def loss_sum(
+    definition: nnx.GraphDef, params: nnx.State, batch: Batch, dropout: Dropout | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Sum of weighted token losses in nats, and sum of weights, over all tokens of the batch.
 
     Args:
       definition: of a `Decoder`, from `nnx.split`.
       params: its parameters.
       batch: tokens, targets, weights, positions, segment_ids, each [B, S] in layout order.
+      dropout: in training; None = nothing is dropped.
     """
     decoder: Decoder = nnx.merge(definition, params)
-    hidden_BSM = decoder.hidden(batch["tokens"], batch["positions"], batch["segment_ids"])
+    hidden_BSM = decoder.hidden(batch["tokens"], batch["positions"], batch["segment_ids"], dropout)
     return token_loss_sum(decoder, hidden_BSM, batch["targets"], batch["weights"], decoder.config.loss_chunk)
 
 
@@ -34,6 +39,7 @@ def make_train_step(
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
     accumulate: int,
+    seed: int = 0,
 ) -> Callable[..., tuple[TrainState, Metrics]]:
     """Build the step `(state, batch, stops=None) -> (state, metrics)`.
 
@@ -45,6 +51,8 @@ def make_train_step(
       optimizer: its transformation.
       schedule: its learning rate, as a function of the steps done; for the metrics.
       accumulate: parts that the batch is cut into, one after another. B must be a multiple.
+      seed: with the step, the layer, the row of the batch, the head and the two positions it decides which attention
+        weights are dropped, whatever the mesh and the parts.
 
     Returns:
       A pure function. Its metrics are loss (nats per token), grad_norm (before clipping), lr and weight (the
@@ -52,21 +60,25 @@ def make_train_step(
       them: how processes agree on when to stop.
     """
 
-    def gradients(params: nnx.State, batch: Batch) -> tuple[jax.Array, jax.Array, nnx.State]:
-        value_and_grad = jax.value_and_grad(lambda p: loss_sum(definition, p, batch), has_aux=True)
+    def gradients(params: nnx.State, batch: Batch, dropout: Dropout) -> tuple[jax.Array, jax.Array, nnx.State]:
+        value_and_grad = jax.value_and_grad(lambda p: loss_sum(definition, p, batch, dropout), has_aux=True)
         (loss, weight), grads = value_and_grad(params)
         return loss, weight, grads
 
     def step(state: TrainState, batch: Batch, stops: jax.Array | None = None) -> tuple[TrainState, Metrics]:
+        key = jax.random.fold_in(jax.random.key(seed), state.step)
+        rows_B = constrain(jnp.arange(batch["tokens"].shape[0]), "rows")
         if accumulate == 1:
-            loss, weight, grads = gradients(state.params, batch)
+            loss, weight, grads = gradients(state.params, batch, Dropout(key, rows_B))
         else:
             # Each part takes rows from every device, so that no row moves to another one.
-            parts = jax.tree.map(lambda x: rearrange(x, "(b a) S -> a b S", a=accumulate), batch)
+            cut = partial(rearrange, pattern="(b a) ... -> a b ...", a=accumulate)
+            parts = jax.tree.map(cut, (batch, rows_B))
             zeros = (jnp.zeros(()), jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.params))
 
-            def add(total: tuple, part: Batch) -> tuple[tuple, None]:
-                return jax.tree.map(jnp.add, total, gradients(state.params, part)), None
+            def add(total: tuple, part: tuple[Batch, jax.Array]) -> tuple[tuple, None]:
+                batch, rows_B = part
+                return jax.tree.map(jnp.add, total, gradients(state.params, batch, Dropout(key, rows_B))), None
 
             (loss, weight, grads), _ = jax.lax.scan(add, zeros, parts)
         # A batch of nothing but padding has sums 0, 0: its loss and gradient are 0, not NaN.

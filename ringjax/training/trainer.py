@@ -17,7 +17,14 @@ from ringjax.data import Batch as HostBatch
 from ringjax.data import Part, open_dataset
 from ringjax.inference import generate
 from ringjax.optim import build_optimizer
-from ringjax.parallel import Schedule, activation_sharding, make_mesh, start_devices, start_processes
+from ringjax.parallel import (
+    Schedule,
+    activation_sharding,
+    check_host_memory,
+    make_mesh,
+    start_devices,
+    start_processes,
+)
 from ringjax.training.checkpoint import Checkpoints
 from ringjax.training.console import StepReport
 from ringjax.training.faults import StopSignals
@@ -186,6 +193,8 @@ class Trainer:
         self.notes += start_devices(config.mesh, config.run.platform, config.processes.count or 1)
         self.leads = jax.process_index() == 0
         self.mesh = make_mesh(config.mesh, config.run.platform)
+        if config.train.offload:
+            check_host_memory(self.mesh)
         self._set_compilation_cache()
         self._resources.enter_context(jax.set_mesh(self.mesh))
 
@@ -226,7 +235,7 @@ class Trainer:
         definition, _ = nnx.split(nnx.eval_shape(lambda: build_decoder(config, self.vocab_size)))
         self._definition = definition
         self.schedule = Schedule(config.mesh.stage, config.train.rounds, config.microbatches)
-        step = make_train_step(definition, optimizer, schedule, config.optim.accumulate)
+        step = make_train_step(definition, optimizer, schedule, config.optim.accumulate, config.run.seed)
         # The new state lies as the old one did, and takes its place in memory.
         everywhere = NamedSharding(self.mesh, PartitionSpec())  # every process reads the results
         self._jitted_step = jax.jit(step, donate_argnums=0, out_shardings=(self._shardings, everywhere))

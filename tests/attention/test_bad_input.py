@@ -51,6 +51,11 @@ CASES = {
         {"dropout_rate": 0.1, "dropout_seed": -1},
         "dropout_seed must be one integer.*got -1",
     ),
+    "sequences": (
+        arrays(),
+        {"dropout_rate": 0.1, "dropout_seed": 1, "dropout_sequences": jnp.zeros((2, 3), jnp.int32)},
+        r"dropout_sequences must be integers of shape \[B\] = .*int32 \(2, 3\)",
+    ),
     "idle seed": (arrays(), {"dropout_seed": "x"}, "dropout_seed must be one integer.*got 'x'"),
     "large scale": (arrays(), {"scale": 1e39}, "scale must be a finite number.*1e\\+39"),
     "large softcap": (arrays(), {"softcap": 1e39}, "softcap must be None or a finite number"),

@@ -258,6 +258,15 @@ def test_dropout_seeds_may_be_keys_and_traced(mesh_of):
     np.testing.assert_allclose(outs[3], direct, rtol=1e-6)
 
 
+def test_dropout_knows_sequences_by_the_numbers_given(mesh_of):
+    x = jnp.ones((3, 8, 2, 4)) * jnp.arange(8.0)[:, None, None]
+    options = {"mesh": mesh_of(2), "dropout_rate": 0.5, "dropout_seed": 5}
+    whole, some = ring_attention(x, x, x, **options), np.array([2, 0])
+    part = ring_attention(x[some], x[some], x[some], dropout_sequences=some, **options)
+    np.testing.assert_allclose(part, whole[some], rtol=1e-6)
+    assert not np.allclose(part, whole[:2])
+
+
 def test_a_remat_policy_by_name_never_replays_the_forward_lap(problem, mesh_of):
     case = problem()
     mesh = mesh_of(4)

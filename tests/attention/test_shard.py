@@ -81,3 +81,6 @@ def test_global_numbers_of_heads_and_sequences_decide_what_is_dropped(mesh_of):
     np.testing.assert_allclose(out, ring_attention(x, x, x, mesh=mesh, **options), rtol=1e-6)
     assert not np.allclose(out[0], out[1])
     assert not np.allclose(out[:, :, 0], out[:, :, 1])
+    own = partial(ring_attention_shard, dropout_sequences=jnp.array([7]), **options)
+    out = np.asarray(jax.shard_map(own, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)(x, x, x))
+    np.testing.assert_array_equal(out[0], out[1])

@@ -31,6 +31,8 @@ def test_defaults_are_possible():
         {"mesh__stage": 2, "train__rounds": 2, "train__microbatches": 4, "data__batch": 8, "optim__accumulate": 2},
         {"mesh__stage": 2, "model__layers": 12, "train__rounds": 3, "model__window": (64, None)},
         {"model__layers": 5, "model__window": [64, None]},
+        {"train__offload": True},
+        {"train__offload": True, "mesh__stage": 2, "train__scan_layers": False},
         {"processes__detect": True},
         {"processes__count": 2, "processes__index": 1, "processes__coordinator": "[::1]:4567", "mesh__seq": 4},
     ],
@@ -97,6 +99,24 @@ def test_possible_combinations(values):
             ("train.microbatches", "mesh.stage"),
             "3 is not a multiple of mesh.stage = 2 (each stage holds as many of them); "
             "use train.microbatches = 2 or 4, or mesh.stage = 1",
+        ),
+        (
+            {"train__offload": True, "train__remat": "none"},
+            ("train.offload", "train.remat"),
+            "true moves the inputs of blocks, and with train.remat = none the backward pass needs all they made; "
+            "use train.remat = attention, block or full",
+        ),
+        (
+            {"train__offload": True, "run__platform": "cpu"},
+            ("train.offload", "run.platform"),
+            "true moves what it can into the host's memory, and run.platform = cpu computes there already; set "
+            "train.offload to false",
+        ),
+        (
+            {"train__offload": True, "mesh__stage": 2},
+            ("train.offload", "mesh.stage", "train.scan_layers"),
+            "true, and with mesh.stage = 2 and train.scan_layers = true the compiler would leave most of it on the "
+            "device; set train.scan_layers to false, or train.offload to false",
         ),
         (
             {"mesh__stage": 2, "train__rounds": 4},

@@ -328,7 +328,7 @@ COMBINED = {
     *(f"mesh.{axis}" for axis in ("stage", "data", "fsdp", "seq", "tensor")),
     *(f"model.{name}" for name in ("dim", "heads", "kv_heads", "head_dim", "mlp_dim")),
     *("data.batch", "data.seq_len", "data.source", "data.path", "data.pattern"),
-    *("optim.accumulate", "train.microbatches", "train.rounds"),
+    *("optim.accumulate", "train.microbatches", "train.rounds", "train.offload"),
     *(f"processes.{name}" for name in ("detect", "count", "index", "coordinator")),
 }
 

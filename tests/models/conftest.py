@@ -12,7 +12,7 @@ from flax import nnx
 
 from ringjax.attention import get_layout
 from ringjax.config import AttentionConfig, MeshConfig, ModelConfig
-from ringjax.models import Decoder, token_loss_sum
+from ringjax.models import Decoder, Dropout, token_loss_sum
 from ringjax.parallel import activation_sharding, make_mesh, state_shardings
 
 BATCH, SEQ, VOCAB = 4, 32, 64
@@ -26,6 +26,7 @@ class Tiny:
     config: ModelConfig = CONFIG
     layout: str = "zigzag"
     remat: str = "none"
+    offload: bool = False
     dtype: str = "float32"
     chunk: int = 5  # does not divide the tokens of a device
     scan: bool = True
@@ -44,6 +45,7 @@ class Tiny:
             attention=attention,
             dtype=dtype,
             remat=self.remat,
+            offload=self.offload,
             rounds=self.rounds,
             microbatches=self.microbatches,
             scan=self.scan,
@@ -72,7 +74,8 @@ class Tiny:
         return {name: get_layout(self.layout).permute(x, ring) for name, x in natural.items()}
 
     def loss(self, decoder: Decoder, batch) -> jax.Array:
-        hidden = decoder.hidden(batch["tokens"], batch["positions"], batch["segment_ids"])
+        dropout = Dropout(jax.random.key(3), jnp.arange(self.rows)) if self.config.attention_dropout else None
+        hidden = decoder.hidden(batch["tokens"], batch["positions"], batch["segment_ids"], dropout)
         total, weight = token_loss_sum(decoder, hidden, batch["targets"], batch["weights"], self.chunk)
         return total / weight
 

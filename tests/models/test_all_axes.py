@@ -78,6 +78,26 @@ def test_a_pipeline_alone_and_with_a_ring(tiny, run, alone, sizes):
     check(run(tiny(**HARD, microbatches=4), sizes), alone(**HARD))
 
 
+def dropping(rate):
+    return HARD | {"config": WINDOWS.model_copy(update={"attention_dropout": rate})}
+
+
+def test_dropout_drops(alone):
+    losses = [alone(**dropping(rate)).loss for rate in (0.0, 0.4)]
+    assert losses[0] == alone(**HARD).loss
+    assert losses[1] != pytest.approx(losses[0], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rounds"),
+    [({"stage": 2, "seq": 2}, 2), pytest.param(ALL, 2, marks=pytest.mark.slow)],
+    ids=["stage2 seq2", "all"],
+)
+def test_dropout_drops_the_same_everywhere(tiny, run, alone, sizes, rounds):
+    case = dropping(0.4)
+    check(run(tiny(**case, remat="block", microbatches=4, rounds=rounds), sizes), alone(**case))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [*MESHES, ALL], ids=name)
 def test_every_axis_and_pair_of_axes(tiny, run, alone, sizes):

@@ -1,5 +1,6 @@
 """The decoder on one device: against a naive one, and what may influence what."""
 
+import re
 from typing import Any
 
 import jax
@@ -156,11 +157,25 @@ def test_what_the_backward_pass_keeps_and_whether_layers_are_a_loop_change_no_gr
     for choices in (
         {"scan": False, "remat": "none"},
         *({"remat": remat} for remat in ("attention", "block", "full")),
+        {"remat": "block", "offload": True},  # a CPU leaves them where they are
     ):
         program, found = gradients(**choices)
         assert program.as_text() != plain.as_text()
         for got, expected in zip(found, want, strict=True):
             np.testing.assert_allclose(got, expected, atol=1e-6 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_inputs_of_blocks_wait_where_they_are_told_to(tiny, offload):
+    case = tiny(remat="block", offload=offload)
+    definition, state = nnx.split(case.decoder())
+    program = jax.make_jaxpr(jax.grad(lambda state: case.loss(nnx.merge(definition, state), case.batch())))(state)
+    assert set(re.findall(r"(<host>)?\[2,4,32,32\]", str(program))) == {"<host>" if offload else ""}
+
+
+def test_offload_needs_something_to_be_recomputed(tiny):
+    with pytest.raises(ValueError, match="remat='none' keeps more: use attention, block, full"):
+        tiny(remat="none", offload=True).decoder()
 
 
 def test_places_without_a_target_count_for_nothing(tiny):

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType
 
 from ringjax.config import MeshConfig
-from ringjax.parallel import AXES, MeshError, make_mesh, single_device_mesh, start_devices
+from ringjax.parallel import AXES, MeshError, check_host_memory, make_mesh, single_device_mesh, start_devices
 
 
 def test_every_axis_is_there_and_auto():
@@ -53,6 +53,11 @@ def test_accelerators_are_counted(monkeypatch):
         start_devices(MeshConfig(seq=4, tensor=2), "gpu")
     assert start_devices(MeshConfig(seq=2), "auto") == ["GPU: the mesh uses 2 of 4 devices (seq=2)"]
     assert start_devices(MeshConfig(seq=4), "auto") == []
+
+
+def test_host_memory_must_be_another_one():
+    with pytest.raises(MeshError, match=r"these are CPU devices\. Set train\.offload=false"):
+        check_host_memory(make_mesh(MeshConfig(), "cpu"))
 
 
 def test_every_process_must_hold_a_share(monkeypatch):

@@ -1,5 +1,8 @@
 """One step: the loss is the sum over all parts divided by the weight of all parts, and nothing else changes."""
 
+from dataclasses import replace
+from functools import partial
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -65,6 +68,25 @@ def test_parts_change_nothing(model, steps, parts, padded_rows):
         chex.assert_trees_all_close(metrics, expected, rtol=1e-6)
     chex.assert_tree_all_finite(got)
     chex.assert_trees_all_close(got.params, want.params, rtol=1e-6, atol=1e-6)
+
+
+def test_parts_drop_the_same_and_steps_do_not(model):
+    optimizer, schedule, _, state = model
+    config = CONFIG.model_copy(update={"model": CONFIG.model.model_copy(update={"attention_dropout": 0.3})})
+    definition, _ = nnx.split(nnx.eval_shape(lambda: build_decoder(config, VOCAB)))
+    one, two = (jax.jit(make_train_step(definition, optimizer, schedule, parts, seed=7)) for parts in (1, 2))
+    batch = make_batch()
+    want, expected = one(state, batch)
+    got, metrics = two(state, batch)
+    chex.assert_trees_all_close(metrics, expected, rtol=1e-6)
+    chex.assert_trees_all_close(got.params, want.params, rtol=1e-6, atol=1e-6)
+    _, later = one(replace(state, step=state.step + 1), batch)
+    assert float(later["loss"]) != pytest.approx(float(expected["loss"]), rel=1e-4)
+    # Nothing is dropped in an evaluation.
+    evaluated = [
+        jax.jit(partial(loss_sum, with_or_without))(state.params, batch) for with_or_without in (definition, model[2])
+    ]
+    np.testing.assert_array_equal(*evaluated)
 
 
 def test_loss_and_gradient_are_sums_over_the_weight_of_the_whole_batch(model, steps):
