@@ -22,7 +22,7 @@ from ringjax.attention.mask import Mask, Tokens
 from ringjax.attention.meeting import Call, Chunks
 from ringjax.attention.route import Route, routes
 from ringjax.attention.scores import Heads, ScoreRule
-from ringjax.attention.softmax import Partial, filled, merge
+from ringjax.attention.softmax import Partial, filled
 
 T = TypeVar("T")
 Gradients = tuple[jax.Array, jax.Array]  # dq [B, K, G, L, D] and dk with dv [B, K, L, D + Dv], float32
@@ -169,8 +169,8 @@ class Ring:
         def attend(part: Partial, q_slots: "_Slots", k_slots: "_Slots") -> Partial:
             k, v = jnp.split(k_slots.take(block.kv, 2), [rows.q.shape[-1]], axis=-1)
             relation = self._relation(call, q_slots, rows.tokens, k_slots, block.tokens, positions)
-            new = self.kernel.forward(q_slots.take(rows.q, 3), k, v, relation, self.rule, rows.heads)
-            merged = merge(Partial(*(q_slots.take(x, 3) for x in part)), new)
+            before, q = Partial(*(q_slots.take(x, 3) for x in part)), q_slots.take(rows.q, 3)
+            merged = self.kernel.forward(q, k, v, relation, self.rule, rows.heads, before)
             return Partial(*(q_slots.put(x, y, 3) for x, y in zip(part, merged, strict=True)))
 
         return self._run(call, attend, part)

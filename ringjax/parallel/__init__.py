@@ -1,5 +1,6 @@
 """How a model is spread over devices: the mesh and the one sharding table."""
 
+from ringjax.parallel.clusters import ProcessesError
 from ringjax.parallel.mesh import (
     AXES,
     HOST_MEMORY,
@@ -10,7 +11,7 @@ from ringjax.parallel.mesh import (
 )
 from ringjax.parallel.pipeline import Schedule, run_pipeline
 from ringjax.parallel.placement import MeshError
-from ringjax.parallel.processes import ProcessesError, start_processes
+from ringjax.parallel.processes import start_processes
 from ringjax.parallel.sharding import (
     STACKED,
     activation_sharding,

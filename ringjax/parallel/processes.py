@@ -1,7 +1,7 @@
 """Several processes as one run: a roll call, then `jax.distributed`.
 
-Where the settings name the processes, process 0 first asks all of them to report with their settings. jax alone would
-end a process whose peers are missing or differ without saying which ones.
+Process 0 first asks all of them to report with their settings. jax alone would end a process whose peers are missing
+or differ without saying which ones.
 """
 
 import json
@@ -13,15 +13,12 @@ from typing import Any
 
 import jax
 
-from ringjax.config import Config, ProcessesConfig, UserError
+from ringjax.config import Config, ProcessesConfig
+from ringjax.parallel.clusters import ProcessesError, find_processes
 
 _PAUSE_S = 0.2  # between two tries to reach process 0
 _PATIENCE_S = 10.0  # for a process that has reached process 0 to say who it is
 _LONGEST = 1 << 20  # bytes of a report: settings are a few kilobytes
-
-
-class ProcessesError(UserError):
-    """The processes of a run did not come together, or are not of one mind."""
 
 
 @dataclass(frozen=True)
@@ -36,27 +33,28 @@ class _Report:
         return f"process {self.index} on {self.host}"
 
 
-def start_processes(config: Config) -> None:
+def start_processes(config: Config) -> int:
     """Join the other processes of the run, if there are any; before jax's devices start.
 
-    With `processes.detect` jax finds them itself (SLURM, Open MPI, Kubernetes, Cloud TPU). Nothing happens in a run
-    of one process, and when `jax.distributed` has been initialized already.
+    With `processes.detect` they are those that SLURM, Open MPI, Kubernetes or Cloud TPU started. Nothing happens in a
+    run of one process, and nobody joins twice.
+
+    Returns:
+      How many processes the run has.
 
     Raises:
       ProcessesError: some process is missing after `processes.timeout_s` (it is named), two have the same index, or
         settings differ between processes (they are named).
     """
-    processes = config.processes
-    if jax.distributed.is_initialized() or not (processes.detect or processes.count):
-        return
+    processes = find_processes(config.processes) if config.processes.detect else config.processes
+    if processes.count is None:
+        return 1
+    if jax.distributed.is_initialized():
+        return processes.count
     # CPU devices of several processes need this to talk; it changes nothing elsewhere.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # It would take SIGTERM for itself; the trainer has its own way to stop.
     jax.config.update("jax_enable_preemption_service", False)
-    if processes.detect:
-        jax.distributed.initialize(initialization_timeout=processes.timeout_s)
-        return
-    assert processes.count is not None
     assert processes.index is not None
     assert processes.coordinator is not None
     own = _Report(processes.index, socket.gethostname(), _settings(config))
@@ -65,6 +63,7 @@ def start_processes(config: Config) -> None:
     jax.distributed.initialize(
         processes.coordinator, processes.count, processes.index, initialization_timeout=processes.timeout_s
     )
+    return processes.count
 
 
 def _settings(config: Config) -> dict[str, Any]:

@@ -189,8 +189,8 @@ class Trainer:
             config.data, seed=config.run.seed, layout=config.attention.layout, ring=config.mesh.seq
         )
         self.vocab_size = _vocab_size(config, self.data.tokenizer.vocab_size)
-        start_processes(config)
-        self.notes += start_devices(config.mesh, config.run.platform, config.processes.count or 1)
+        processes = start_processes(config)
+        self.notes += start_devices(config.mesh, config.run.platform, processes)
         self.leads = jax.process_index() == 0
         self.mesh = make_mesh(config.mesh, config.run.platform)
         if config.train.offload:

@@ -132,4 +132,13 @@ def test_an_address_that_is_not_this_machines(outcomes, monkeypatch):
 def test_a_joined_process_joins_once(monkeypatch):
     monkeypatch.setattr("jax.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("jax.distributed.initialize", lambda *_, **__: pytest.fail("joined twice"))
-    module.start_processes(Config(processes=ProcessesConfig(detect=True)))
+    processes = ProcessesConfig(count=2, index=1, coordinator="127.0.0.1:1")
+    assert module.start_processes(Config(processes=processes)) == 2
+
+
+def test_finders_that_jax_no_longer_has_are_an_error(monkeypatch):
+    monkeypatch.delattr("jax._src.clusters.ClusterEnv.auto_detect_unset_distributed_params")
+    with pytest.raises(
+        ProcessesError, match=r"does not work with jax \d.*set processes.count, index and coordinator"
+    ):
+        module.start_processes(Config(processes=ProcessesConfig(detect=True)))

@@ -65,11 +65,32 @@ class BlockKernel(ABC):
 
     @abstractmethod
     def forward(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, relation: Relation, rule: ScoreRule, heads: Heads
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        relation: Relation,
+        rule: ScoreRule,
+        heads: Heads,
+        before: Partial,
     ) -> Partial:
-        """Attention over these keys alone: out [B, K, G, Lq, Dv] and lse [B, K, G, Lq], both float32.
+        """Attention over these keys, merged with what has been seen before.
 
-        Dropout acts on out, not on lse: what is dropped still counts in the softmax.
+        The merge is the kernel's, which has the rows at hand: by itself it would read and write them once more, and
+        that traffic, not the transfer between devices, is what a ring loses on fast links.
+
+        Args:
+          q: queries.
+          k: keys.
+          v: values.
+          relation: what sees what.
+          rule: what happens to the scores. Dropout acts on out, not on lse: what is dropped still counts in the
+            softmax.
+          heads: what differs between sequences and heads, [B, K, G].
+          before: attention of the same queries over other keys.
+
+        Returns:
+          out [B, K, G, Lq, Dv] and lse [B, K, G, Lq], both float32.
         """
 
     @abstractmethod

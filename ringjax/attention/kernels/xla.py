@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from ringjax.attention.kernels.base import BlockKernel
 from ringjax.attention.kernels.tiles import Pair, State, Tiles, by_rows
 from ringjax.attention.scores import ScoreRule
-from ringjax.attention.softmax import Partial, filled, finite_or_zero
+from ringjax.attention.softmax import Partial, filled, finite_or_zero, merge
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class XlaKernel(BlockKernel):
     k_tile: int = 512
     name = "xla"
 
-    def forward(self, q, k, v, relation, rule, heads) -> Partial:
+    def forward(self, q, k, v, relation, rule, heads, before) -> Partial:
         unit = _unit(rule)
 
         def attend(tiles: Tiles, q: jax.Array, k: jax.Array, v: jax.Array) -> State:
@@ -64,7 +64,7 @@ class XlaKernel(BlockKernel):
             out = out / jnp.where(total == 0, 1.0, total)[..., None]
             return tiles.join_q(out), tiles.join_q(unit * finite_or_zero(top) + jnp.log(total))
 
-        return Partial(*by_rows(attend, relation, rule, heads, (q, k, v), self.q_tile, self.k_tile))
+        return merge(before, Partial(*by_rows(attend, relation, rule, heads, (q, k, v), self.q_tile, self.k_tile)))
 
     def backward(self, q, k, v, relation, rule, heads, lse, delta, dout):
         # Rows that see nothing, and rows added to fill a tile, get lse +inf: their probabilities are 0.

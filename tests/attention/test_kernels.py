@@ -1,4 +1,4 @@
-"""The tiled kernel alone, one block against one block, for tiles that fit and tiles that do not."""
+"""Every kernel alone, one block against one block, for tiles that fit and tiles that do not."""
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ from ringjax.attention import Mask
 from ringjax.attention.kernels import Lead, Order, Relation, XlaKernel, get_kernel
 from ringjax.attention.mask import Tokens
 from ringjax.attention.scores import Heads, ScoreRule
+from ringjax.attention.softmax import Partial
 
 BATCH, KV_HEADS, GROUP, DIM = 2, 2, 2, 4
 KERNELS = [
@@ -90,32 +91,43 @@ def test_equals_the_formula(kernel, order, lead, q_len, k_len, packed, mask):
     delta = rng.normal(size=(BATCH, KV_HEADS, GROUP, q_len))
     relation, seen = relation_and_sight(order, lead, q_len, k_len, packed, mask)
     out, lse, p = dense(q, k, v, seen, 0.3)
-    # Keys elsewhere have raised the lse: the backward pass must use the one it is given.
-    global_lse = lse + 0.5
-    gradients = dense_backward(q, k, v, p * np.exp(-0.5), delta, dout, 0.3)
+    # Some rows have seen other keys before, and some have not.
+    before_out, before_lse = rng.normal(size=out.shape), rng.normal(size=lse.shape)
+    before_lse[..., ::3], before_out[..., ::3, :] = -np.inf, 0
+    merged_lse = np.logaddexp(lse, before_lse)
+    shift = np.where(np.isneginf(merged_lse), 0, merged_lse)
+    merged = sum(x * np.exp(y - shift)[..., None] for x, y in ((out, lse), (before_out, before_lse)))
+    # They have raised the lse: the backward pass must use the one it is given.
+    gradients = dense_backward(q, k, v, p * np.exp(lse - shift)[..., None], delta, dout, 0.3)
 
     arrays = [jnp.asarray(x, jnp.float32) for x in (q, k, v)]
-    part = jax.jit(lambda *x: kernel.forward(*x, relation, ScoreRule(0.3), Heads()))(*arrays)
-    rows = [jnp.asarray(x, jnp.float32) for x in (global_lse, delta, dout)]
+    before = Partial(jnp.asarray(before_out, jnp.float32), jnp.asarray(before_lse, jnp.float32))
+    part = jax.jit(lambda *x: kernel.forward(*x, relation, ScoreRule(0.3), Heads(), before))(*arrays)
+    rows = [jnp.asarray(x, jnp.float32) for x in (merged_lse, delta, dout)]
     got = jax.jit(lambda *x: kernel.backward(*x[:3], relation, ScoreRule(0.3), Heads(), *x[3:]))(*arrays, *rows)
 
-    np.testing.assert_allclose(part.out, out, atol=2e-6)
-    np.testing.assert_allclose(part.lse, lse, rtol=2e-6, atol=2e-6)
+    np.testing.assert_allclose(part.out, merged, atol=2e-6)
+    np.testing.assert_allclose(part.lse, merged_lse, rtol=2e-6, atol=2e-6)
     for mine, want in zip(got, gradients, strict=True):
         assert mine.dtype == jnp.float32
         np.testing.assert_allclose(mine, want, atol=1e-5)
 
 
-def test_broken_values_stay_with_those_who_see_them():
-    kernel, length = XlaKernel(q_tile=4, k_tile=4), 16
+SMALL_TILES = [XlaKernel(q_tile=4, k_tile=4)]
+
+
+@pytest.mark.parametrize("kernel", SMALL_TILES, ids=str)
+def test_broken_values_stay_with_those_who_see_them(kernel):
+    length = 16
     segments = jnp.repeat(jnp.arange(4), 4)[None]
     tokens = Tokens(segments=segments)
     relation = Relation(Mask(), Order.SLOTS, Lead(), tokens, tokens)
     x = np.ones((1, 1, 1, length, DIM), np.float32)
     v = np.ones((1, 1, length, DIM), np.float32)
     v[:, :, 4:8] = np.nan
+    before = Partial(jnp.zeros(x.shape), jnp.full(x.shape[:-1], -jnp.inf))
     out = kernel.forward(
-        jnp.asarray(x), jnp.asarray(x[:, :, 0]), jnp.asarray(v), relation, ScoreRule(1.0), Heads()
+        jnp.asarray(x), jnp.asarray(x[:, :, 0]), jnp.asarray(v), relation, ScoreRule(1.0), Heads(), before
     ).out
     assert np.isnan(out[..., 4:8, :]).all()
     assert np.isfinite(np.delete(out, np.s_[4:8], axis=3)).all()
