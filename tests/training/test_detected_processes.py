@@ -73,9 +73,9 @@ def losses(folder: Path) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("environment", "job"), [(slurm, JOB + 1), (open_mpi, JOB + 2)])
+@pytest.mark.parametrize(("environment", "job"), [(slurm, 1), (open_mpi, 2)], ids=["SLURM", "Open MPI"])
 def test_the_losses_are_those_of_one_process(start, tmp_path, environment: Environment, job: int):
-    found = [start(environment(job, index, 2), "mesh.seq=4") for index in range(2)]
+    found = [start(environment(JOB + job, index, 2), "mesh.seq=4") for index in range(2)]
     (out, _), (silent, _) = finished(found)
     assert "CPU: 4 virtual devices in 2 processes" in out
     assert "step 3/3" in out
