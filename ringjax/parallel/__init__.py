@@ -1,6 +1,7 @@
 """How a model is spread over devices: the mesh and the one sharding table."""
 
 from ringjax.parallel.clusters import ProcessesError
+from ringjax.parallel.collectives import Collective, loop_trips, read_collectives, traffic
 from ringjax.parallel.mesh import (
     AXES,
     HOST_MEMORY,
@@ -27,6 +28,7 @@ __all__ = [
     "AXES",
     "HOST_MEMORY",
     "STACKED",
+    "Collective",
     "MeshError",
     "ProcessesError",
     "Schedule",
@@ -35,12 +37,15 @@ __all__ = [
     "constrain",
     "device_count",
     "gather",
+    "loop_trips",
     "make_mesh",
+    "read_collectives",
     "run_pipeline",
     "single_device_mesh",
     "start_devices",
     "start_processes",
     "state_shardings",
     "stored",
+    "traffic",
     "used",
 ]
