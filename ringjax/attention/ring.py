@@ -19,12 +19,16 @@ from ringjax.attention.kernels.base import BlockKernel, Order, Relation
 from ringjax.attention.layout import Layout
 from ringjax.attention.loop import loop
 from ringjax.attention.mask import Mask, Tokens
-from ringjax.attention.meeting import Call, Chunks
+from ringjax.attention.meeting import Call, Chunks, halves
 from ringjax.attention.route import Route, routes
 from ringjax.attention.scores import Heads, ScoreRule
 from ringjax.attention.softmax import Partial, filled
 
 T = TypeVar("T")
+
+# Names of operations in compiled programs, by which one finds out whether the transfers run under the kernels.
+HOP_SCOPE, KERNEL_SCOPE = "ring_hop", "block_attention"
+
 Gradients = tuple[jax.Array, jax.Array]  # dq [B, K, G, L, D] and dk with dv [B, K, L, D + Dv], float32
 
 
@@ -70,7 +74,7 @@ class Ring:
         def attend(part: Partial, block: Block, call: Call, positions: jax.Array) -> Partial:
             return self._forward(call, rows, block, positions, part)
 
-        arriving = [route.hop(block) if route.steps else block for route in routes]
+        arriving = [_hop(route, block) if route.steps else block for route in routes]
         part = attend(part, block, own, self._own_positions(k.shape[1]))
         for route, arrived in zip(routes, arriving, strict=True):
             part = self._forward_lap(route, arrived, part, attend)
@@ -82,7 +86,7 @@ class Ring:
 
         def step(carry: tuple[Block, Partial], i: jax.Array) -> tuple[Block, Partial]:
             block, part = carry
-            following = route.hop(block)
+            following = _hop(route, block)
             return following, attend(part, block, route.call(i), route.positions(i, length))
 
         last = route.steps
@@ -115,15 +119,26 @@ class Ring:
         block = _pack(k, v, k_tokens)
         own, routes = self._routes(k_tokens, length)
 
-        def attend(dq: jax.Array, block: Block, call: Call, positions: jax.Array) -> Gradients:
+        def attend(dq: jax.Array, block: Block, call: Call, positions: jax.Array, rows: "_Rows" = rows) -> Gradients:
             return self._backward(call, rows, block, positions, (dq, filled(q, block.kv.shape)))
 
-        arriving = [route.hop(block) if route.steps else block for route in routes]
-        dq, dkv = attend(filled(q, q_BKGLD.shape), block, own, self._own_positions(length))
+        # The own block needs no message: one half of it is there for the first hop to run under, one for the last.
+        routes = tuple(route for route in routes if route.steps)
+        own_calls = halves(own, q.shape[1]) if routes else [(own, 0, q.shape[1])]
+        positions = self._own_positions(length)
+
+        def attend_own(gradients: Gradients, call: Call, start: int, stop: int) -> Gradients:
+            dq, dkv = gradients
+            mine, share = attend(dq[:, :, :, start:stop], block, call, positions, rows.cut(start, stop))
+            return dq.at[:, :, :, start:stop].set(mine), dkv + share
+
+        arriving = [_hop(route, block) for route in routes]
+        dq, dkv = attend_own((filled(q, q_BKGLD.shape), filled(q, block.kv.shape)), *own_calls[0])
         for route, arrived in zip(routes, arriving, strict=True):
-            if route.steps:
-                dq, share = self._backward_lap(route, arrived, dq, attend)
-                dkv = dkv + share
+            dq, share = self._backward_lap(route, arrived, dq, attend)
+            dkv = dkv + share
+        for rest in own_calls[1:]:
+            dq, dkv = attend_own((dq, dkv), *rest)
         dk, dv = jnp.split(dkv.swapaxes(1, 2), [k.shape[-1]], axis=-1)
         return _by_token(dq).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
 
@@ -135,19 +150,20 @@ class Ring:
 
         def step(carry: tuple[Block, Gradients], i: jax.Array) -> tuple[Block, Gradients]:
             block, (dq, dkv) = carry
-            following, dkv = route.hop(block), route.hop(dkv)
+            following, dkv = _hop(route, block), _hop(route, dkv)
             dq, share = attend(dq, block, route.call(i), route.positions(i, length))
             return following, (dq, dkv + share)
 
-        following = route.hop(arriving) if last > 1 else arriving
+        following = _hop(route, arriving) if last > 1 else arriving
         dq, dkv = attend(dq, arriving, route.call(1), route.positions(1, length))
         if last > 2:
             following, (dq, dkv) = loop(step, (following, (dq, dkv)), jnp.arange(2, last))
         if last > 1:
-            dkv = route.hop(dkv)
+            dkv = _hop(route, dkv)
             dq, share = attend(dq, following, route.call(last), route.positions(last, length))
             dkv = dkv + share
-        return dq, route.home(dkv)
+        with jax.named_scope(HOP_SCOPE):
+            return dq, route.home(dkv)
 
     def _routes(self, k_tokens: Tokens, length: int) -> tuple[Call, tuple[Route, ...]]:
         by_position = k_tokens.positions is not None
@@ -170,7 +186,8 @@ class Ring:
             k, v = jnp.split(k_slots.take(block.kv, 2), [rows.q.shape[-1]], axis=-1)
             relation = self._relation(call, q_slots, rows.tokens, k_slots, block.tokens, positions)
             before, q = Partial(*(q_slots.take(x, 3) for x in part)), q_slots.take(rows.q, 3)
-            merged = self.kernel.forward(q, k, v, relation, self.rule, rows.heads, before)
+            with jax.named_scope(KERNEL_SCOPE):
+                merged = self.kernel.forward(q, k, v, relation, self.rule, rows.heads, before)
             return Partial(*(q_slots.put(x, y, 3) for x, y in zip(part, merged, strict=True)))
 
         return self._run(call, attend, part)
@@ -185,7 +202,9 @@ class Ring:
             q, dout, lse, delta = (q_slots.take(x, 3) for x in (rows.q, rows.dout, rows.lse, rows.delta))
             k, v = jnp.split(k_slots.take(block.kv, 2), [q.shape[-1]], axis=-1)
             relation = self._relation(call, q_slots, rows.tokens, k_slots, block.tokens, positions)
-            dq_share, *dkv_share = self.kernel.backward(q, k, v, relation, self.rule, rows.heads, lse, delta, dout)
+            rest = relation, self.rule, rows.heads, lse, delta, dout
+            with jax.named_scope(KERNEL_SCOPE):
+                dq_share, *dkv_share = self.kernel.backward(q, k, v, *rest)
             dkv_share = jnp.concatenate(dkv_share, axis=-1)
             dq = q_slots.put(dq, q_slots.take(dq, 3) + dq_share, 3)
             return dq, k_slots.put(dkv, k_slots.take(dkv, 2) + dkv_share, 2)
@@ -214,6 +233,12 @@ class Ring:
         q_tokens = jax.tree.map(lambda x: q_slots.take(x, 1), q)
         k_tokens = jax.tree.map(lambda x: k_slots.take(x, 1), k)
         return Relation(self.mask, call.order, call.lead, q_tokens, k_tokens)
+
+
+def _hop(route: Route, x: T) -> T:
+    """What arrives from the neighbour."""
+    with jax.named_scope(HOP_SCOPE):
+        return route.hop(x)
 
 
 def _if(when: jax.Array | None, apply: Callable[[T], T], state: T) -> T:
@@ -251,6 +276,12 @@ class _Rows(NamedTuple):
     dout: Any = None
     lse: Any = None
     delta: Any = None
+
+    def cut(self, start: int, stop: int) -> "_Rows":
+        """Some slots of them."""
+        q, tokens, heads, *rest = self
+        cut_tokens = jax.tree.map(lambda x: x[:, start:stop], tokens)
+        return _Rows(q[:, :, :, start:stop], cut_tokens, heads, *(x[:, :, :, start:stop] for x in rest))
 
 
 def _pack(k: jax.Array, v: jax.Array, tokens: Tokens) -> Block:

@@ -1,7 +1,7 @@
 """How a model is spread over devices: the mesh and the one sharding table."""
 
 from ringjax.parallel.clusters import ProcessesError
-from ringjax.parallel.collectives import Collective, loop_trips, read_collectives, traffic
+from ringjax.parallel.collectives import Collective, read_collectives, traffic
 from ringjax.parallel.mesh import (
     AXES,
     HOST_MEMORY,
@@ -13,6 +13,7 @@ from ringjax.parallel.mesh import (
 from ringjax.parallel.pipeline import Schedule, run_pipeline
 from ringjax.parallel.placement import MeshError
 from ringjax.parallel.processes import start_processes
+from ringjax.parallel.program_text import loop_trips
 from ringjax.parallel.sharding import (
     STACKED,
     activation_sharding,

@@ -7,12 +7,14 @@ compiled for an accelerator that is not here are read just as well.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from math import ceil, prod
 from typing import NamedTuple
 
 import numpy as np
+
+from ringjax.parallel.program_text import Program
 
 KINDS = (
     "all-gather",
@@ -24,16 +26,10 @@ KINDS = (
     "reduce-scatter",
 )
 
-_COMPUTATION = re.compile(r"^(ENTRY )?%([\w.\-]+) \(")
 _OPERATION = re.compile(rf"%\S+ = (\(.*?\)|\S+) ({'|'.join(KINDS)})(-start)?\(")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 _LAYOUT = re.compile(r"\{[^{}]*\}")
 
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_CALLED = re.compile(r"(?:body|calls|to_apply|true_computation|false_computation)=%([\w.\-]+)")
-_CALLED_LIST = re.compile(r"(?:branch_computations|called_computations|calls)=\{([^}]*)\}")
-_CONDITION = re.compile(r"condition=%([\w.\-]+)")
-_BOUND = re.compile(r"ROOT %\S+ = pred\[\]\S* compare\(%\S+, %(\S+)\), direction=LT")
 _ROOT = re.compile(r"ROOT %\S+ = (\(.*?\)|\S+) ")
 
 _PAIRS = re.compile(r"source_target_pairs=(\{.*?\}\}|\{\})")
@@ -90,11 +86,11 @@ def read_collectives(text: str, axis_sizes: Mapping[str, int]) -> list[Collectiv
       >>> read_collectives(text, {"data": 2, "seq": 2})
       [Collective(kind='all-gather', axes=('data',), dtype='f32', shape=(8,), times=1)]
     """
-    bodies, entry = _computations(text)
-    runs = _runs(bodies, entry)
+    program = Program.read(text)
+    runs = program.runs(lambda line: bool(_OPERATION.search(line)))
     axes = cache(partial(_axes, axis_sizes=dict(axis_sizes)))
     found = []
-    for name, lines in bodies.items():
+    for name, lines in program.bodies.items():
         for line in lines:
             if runs[name] and (match := _OPERATION.search(line)):
                 result, kind, started = match.groups()
@@ -114,73 +110,6 @@ def traffic(found: Iterable[Collective]) -> dict[tuple[str, tuple[str, ...] | No
     for one in found:
         total[one.kind, one.axes] += one.bytes
     return dict(total)
-
-
-def loop_trips(text: str) -> list[int]:
-    """How often each loop of a program runs."""
-    return [int(count) for count in _TRIPS.findall(text)]
-
-
-def _computations(text: str) -> tuple[dict[str, list[str]], str]:
-    """The lines of each computation, and the name of the one that the program begins with."""
-    bodies: dict[str, list[str]] = {}
-    entry = ""
-    for line in text.splitlines():
-        if match := _COMPUTATION.match(line):
-            entry = match[2] if match[1] else entry
-            body = bodies.setdefault(match[2], [])
-        elif line.startswith("  "):
-            body.append(line)
-    return bodies, entry
-
-
-def _runs(bodies: dict[str, list[str]], entry: str) -> Counter[str]:
-    """How often each computation with a collective in it, or in what it calls, runs."""
-    runs: Counter[str] = Counter()
-
-    @cache
-    def talks(name: str) -> bool:
-        return any(_OPERATION.search(line) or any(map(talks, _called(line))) for line in bodies[name])
-
-    def run(name: str, times: int) -> None:
-        runs[name] += times
-        for line in bodies[name]:
-            for called in filter(talks, _called(line)):
-                run(called, times * _times(bodies, line, called))
-
-    run(entry, 1)
-    return runs
-
-
-def _called(line: str) -> Iterator[str]:
-    """The computations that an operation calls."""
-    yield from _CALLED.findall(line)
-    yield from _CONDITION.findall(line)
-    for names in _CALLED_LIST.findall(line):
-        yield from (name.strip(" %") for name in names.split(","))
-
-
-def _times(bodies: dict[str, list[str]], line: str, called: str) -> int:
-    """How often an operation runs a computation that it calls."""
-    if " while(" not in line:
-        return 1
-    conditions = _CONDITION.findall(line)
-    written = _TRIPS.findall(line)
-    trips = int(written[0]) if written else _bound(bodies[conditions[0]])
-    if trips is None:
-        raise ValueError(f"cannot count the collectives of a loop without a known number of trips: {line.strip()}")
-    return trips + (called in conditions)  # the condition is also what ends the loop
-
-
-def _bound(condition: list[str]) -> int | None:
-    """The constant below which a loop's counter stays: its trips, as jax's counters begin at 0 and go by 1.
-
-    Programs for TPUs do not say how often a loop runs in any other way.
-    """
-    text = "\n".join(condition)
-    match = _BOUND.search(text)
-    value = re.search(rf"%{re.escape(match[1])} = s\d+\[\]\S* constant\((\d+)\)", text) if match else None
-    return int(value[1]) if value else None
 
 
 def _root_type(lines: list[str]) -> str:
