@@ -5,10 +5,13 @@ Ctrl-C, after saving. Anything unexpected keeps its traceback.
 """
 
 import argparse
+import json
 import sys
 import textwrap
 import traceback
 from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 
 from ringjax.config import ConfigError, UserError, load_config, sections, settings
 from ringjax.config.dialect import shown
@@ -65,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_train(subparsers)
     _add_launch(subparsers)
+    _add_compile(subparsers)
     return parser
 
 
@@ -105,6 +109,52 @@ def _add_launch(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]
     )
     parser.add_argument("--traceback", action="store_true", help="show where in the code an error was found")
     parser.set_defaults(command=_launch)
+
+
+def _add_compile(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """`ringjax compile`."""
+    parser = subparsers.add_parser(
+        "compile",
+        help="compile a run's train step for a machine that is not here",
+        usage="ringjax compile CONFIG --topology NAME [key.path=value ...] [--json] [--save-text FILE]",
+        description="Compile the whole train step for a TPU slice or for NVIDIA GPUs, without either, and say what "
+        "it needs of each device: memory, FLOPs, whether every hop of the ring runs under a kernel, and what is sent "
+        "over which axis. The extra for the machine (tpu, cuda13) must be installed.",
+        epilog="examples:\n  ringjax compile configs/quickstart.yaml --topology v5e:2x2\n"
+        "  ringjax compile configs/quickstart.yaml --topology h100:4 --json",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", metavar="CONFIG", help="YAML file with the settings that differ from the defaults")
+    parser.add_argument(
+        "overrides", metavar="key.path=value", nargs="*", default=[], help="settings that replace those of the file"
+    )
+    parser.add_argument(
+        "--topology",
+        required=True,
+        metavar="NAME",
+        help="v4, v5e, v5p, v6e or tpu7x and the sides of the slice in chips, as v5p:4x4x8; or a100, h100, h200 or "
+        "b200 and the GPUs, or hosts x GPUs, as h100:8 or h100:4x8",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--save-text", metavar="FILE", help="write the program's text there")
+    parser.add_argument("--traceback", action="store_true", help="show where in the code an error was found")
+    parser.set_defaults(command=_compile)
+
+
+def _compile(args: argparse.Namespace) -> int:
+    """Load the settings, compile, and print what came of it."""
+    config = load_config(args.config, args.overrides)
+    from ringjax.parallel import get_topology
+    from ringjax.training.ahead import forecast
+
+    result, text = forecast(config, get_topology(args.topology))
+    if args.save_text:
+        try:
+            Path(args.save_text).write_text(text)
+        except OSError as error:
+            raise UserError(f"cannot write --save-text {args.save_text}: {error.strerror}") from error
+    print(json.dumps(asdict(result)) if args.json else result)
+    return 0
 
 
 def _launch(args: argparse.Namespace) -> int:

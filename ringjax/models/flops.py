@@ -22,6 +22,19 @@ def keys_per_token(segment_ids: np.ndarray) -> float:
     return pairs / segment_ids.size
 
 
+def causal_keys(seq_len: int, window: int | None = None) -> float:
+    """Mean number of keys that a token of one causal document attends to: S / 2, or less with a window.
+
+    Args:
+      seq_len: S.
+      window: W, tokens that one sees, itself and those right before it. Of S tokens the i-th then sees min(i, W), in
+        the mean W - W (W - 1) / (2 S).
+    """
+    if window is None or window >= seq_len:
+        return seq_len / 2
+    return min(seq_len / 2, window - window * (window - 1) / (2 * seq_len))
+
+
 def flops_per_token(config: ModelConfig, vocab_size: int, keys: float) -> float:
     """Model FLOPs of one training step, forward and backward, per token.
 

@@ -10,6 +10,7 @@ from ringjax.parallel.mesh import (
     single_device_mesh,
     start_devices,
 )
+from ringjax.parallel.overlap import Hop, covered, read_hops
 from ringjax.parallel.pipeline import Schedule, run_pipeline
 from ringjax.parallel.placement import MeshError
 from ringjax.parallel.processes import start_processes
@@ -24,23 +25,30 @@ from ringjax.parallel.sharding import (
     stored,
     used,
 )
+from ringjax.parallel.topology import Topology, TopologyError, get_topology
 
 __all__ = [
     "AXES",
     "HOST_MEMORY",
     "STACKED",
     "Collective",
+    "Hop",
     "MeshError",
     "ProcessesError",
     "Schedule",
+    "Topology",
+    "TopologyError",
     "activation_sharding",
     "check_host_memory",
     "constrain",
+    "covered",
     "device_count",
     "gather",
+    "get_topology",
     "loop_trips",
     "make_mesh",
     "read_collectives",
+    "read_hops",
     "run_pipeline",
     "single_device_mesh",
     "start_devices",

@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -45,7 +46,7 @@ def start_devices(config: MeshConfig, platform: str, processes: int = 1) -> list
     return notes
 
 
-def make_mesh(config: MeshConfig, platform: str = "auto") -> Mesh:
+def make_mesh(config: MeshConfig, platform: str = "auto", devices: Sequence[Any] | None = None) -> Mesh:
     """Build the mesh of a run over the first devices of a platform.
 
     Every axis of `AXES` is there, of size 1 where it is not used, and is of type Auto: dense layers are partitioned
@@ -54,6 +55,7 @@ def make_mesh(config: MeshConfig, platform: str = "auto") -> Mesh:
     Args:
       config: devices along each axis.
       platform: as in `start_devices`, which need not have been called.
+      devices: exactly those of the mesh, for a program that is compiled for another machine: see `topology.py`.
 
     Raises:
       MeshError: the platform is not there, or has fewer devices than the mesh, or they stand so that the ring
@@ -63,7 +65,7 @@ def make_mesh(config: MeshConfig, platform: str = "auto") -> Mesh:
       >>> make_mesh(MeshConfig(seq=4), "cpu").shape["seq"]
       4
     """
-    devices = _devices(config, platform)[: _size(config)]
+    devices = _devices(config, platform)[: _size(config)] if devices is None else _all_of(devices, config)
     places = place(devices, _sizes(config), config.ring_may_cross)
     return Mesh(places, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
@@ -114,6 +116,16 @@ def _devices(config: MeshConfig, platform: str, processes: int = 1) -> list[Any]
         f"({devices[0].device_kind}); lower mesh.{_largest(config)} or another axis until the product is at most "
         f"{len(devices)}, or add devices"
     )
+
+
+def _all_of(devices: Sequence[Any], config: MeshConfig) -> Sequence[Any]:
+    """The devices of a machine that the mesh must fill: a smaller program would be another one."""
+    if len(devices) != _size(config):
+        raise MeshError(
+            f"the machine has {len(devices)} devices, and the mesh {_size(config)} ({product(_sizes(config))}); they "
+            f"must be as many: change mesh.{_largest(config)} or another axis, or take another topology"
+        )
+    return devices
 
 
 def _check_owners(owners: list[int], config: MeshConfig) -> None:

@@ -34,6 +34,11 @@ class Hop(NamedTuple):
     covered: bool
     times: int
 
+    @property
+    def is_of_tokens(self) -> bool:
+        """Whether it is what the mask needs of the keys: a few bytes for each."""
+        return self.dtype.startswith(("s", "u", "pred"))
+
 
 def read_hops(text: str) -> list[Hop]:
     """Every message of the ring.

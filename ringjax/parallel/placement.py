@@ -71,10 +71,12 @@ def crossings(devices: Sequence[Any], sizes: dict[str, int]) -> list[str]:
 
 def _groups(devices: Sequence[Any]) -> tuple[str, dict[int, list[Any]]]:
     """What tells the groups apart, and the devices of each."""
-    kind = "slice_index" if hasattr(devices[0], "slice_index") else "process_index"
+    slices = {getattr(device, "slice_index", 0) for device in devices}
+    # TPUs of one slice have fast links whatever their hosts; of GPUs that is known only where slices are told apart.
+    kind = "slice_index" if len(slices) > 1 or devices[0].platform == "tpu" else "process_index"
     groups: dict[int, list[Any]] = {}
     for device in devices:
-        groups.setdefault(getattr(device, kind), []).append(device)
+        groups.setdefault(getattr(device, kind, 0), []).append(device)
     return kind, groups
 
 

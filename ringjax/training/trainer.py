@@ -12,14 +12,11 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ringjax.config import VOCAB_MULTIPLE, Config, ConfigError, UserError, check_config
+from ringjax.config import Config, ConfigError, UserError, check_config
 from ringjax.data import Batch as HostBatch
 from ringjax.data import Part, open_dataset
 from ringjax.inference import generate
-from ringjax.optim import build_optimizer
 from ringjax.parallel import (
-    Schedule,
-    activation_sharding,
     check_host_memory,
     make_mesh,
     start_devices,
@@ -30,9 +27,10 @@ from ringjax.training.console import StepReport
 from ringjax.training.faults import StopSignals
 from ringjax.training.meter import Meter, device_memory
 from ringjax.training.metrics import MetricsLog
+from ringjax.training.programs import build_programs, choose_vocab_size
 from ringjax.training.run_folder import RunFolder
-from ringjax.training.state import abstract_state, build_decoder, initial_state
-from ringjax.training.step import Batch, Metrics, loss_sum, make_train_step
+from ringjax.training.state import initial_state
+from ringjax.training.step import Batch, Metrics
 
 
 class DivergedError(UserError):
@@ -164,7 +162,9 @@ class Trainer:
         """Mean loss over the first `data.eval_batches` batches of held-out rows, in nats per token."""
         split = self.data.eval
         count = min(self.config.data.eval_batches, math.ceil(split.num_rows / self.config.data.batch))
-        sums = [self._eval_step(self.state.params, self._put(split.batch(i, self._part))) for i in range(count)]
+        sums = [
+            self._programs.evaluate(self.state.params, self._put(split.batch(i, self._part))) for i in range(count)
+        ]
         loss, weight = np.sum(jax.device_get(sums), axis=0)
         return float(loss / weight)
 
@@ -172,7 +172,7 @@ class Trainer:
         """Text of `count` tokens that the model writes at the start of a document; less if `stop` asks for it."""
         tokenizer = self.data.tokenizer
         tokens = generate(
-            nnx.merge(self._definition, self.state.params),
+            nnx.merge(self._programs.definition, self.state.params),
             np.array([tokenizer.bos_id], np.int32),
             count,
             layout=self.config.attention.layout,
@@ -188,7 +188,7 @@ class Trainer:
         self.data = open_dataset(
             config.data, seed=config.run.seed, layout=config.attention.layout, ring=config.mesh.seq
         )
-        self.vocab_size = _vocab_size(config, self.data.tokenizer.vocab_size)
+        self.vocab_size = choose_vocab_size(config, self.data.tokenizer.vocab_size)
         processes = start_processes(config)
         self.notes += start_devices(config.mesh, config.run.platform, processes)
         self.leads = jax.process_index() == 0
@@ -229,31 +229,23 @@ class Trainer:
     def _build(self) -> None:
         """The state, new or from a checkpoint, and the programs that run on it."""
         config = self.config
-        optimizer, schedule = build_optimizer(config.optim, config.train.steps)
-        abstract = abstract_state(config, self.vocab_size, optimizer, self.mesh)
-        self._shardings = jax.tree.map(lambda x: x.sharding, abstract)
-        definition, _ = nnx.split(nnx.eval_shape(lambda: build_decoder(config, self.vocab_size)))
-        self._definition = definition
-        self.schedule = Schedule(config.mesh.stage, config.train.rounds, config.microbatches)
-        step = make_train_step(definition, optimizer, schedule, config.optim.accumulate, config.run.seed)
-        # The new state lies as the old one did, and takes its place in memory.
-        everywhere = NamedSharding(self.mesh, PartitionSpec())  # every process reads the results
-        self._jitted_step = jax.jit(step, donate_argnums=0, out_shardings=(self._shardings, everywhere))
+        self._programs = programs = build_programs(config, self.vocab_size, self.mesh)
+        self.schedule = programs.schedule
         self.train_step: jax.stages.Compiled | None = None
-        self._eval_step = jax.jit(partial(loss_sum, definition), out_shardings=everywhere)
-        self._place = activation_sharding(self.mesh, "rows", "seq")
+        self._place = programs.batch["tokens"].sharding
         self._part = _part(self._place, (config.data.batch, config.data.seq_len))
         self.agreed_to_stop = False  # processes of one run stop together
         if self._checkpoints.exist():
-            self.start, self.state = self._checkpoints.restore(abstract)
+            self.start, self.state = self._checkpoints.restore(programs.state)
             self.notes.append(f"continuing from the checkpoint of step {self.start} in {self.folder.path}")
         else:
-            start = jax.jit(lambda: initial_state(config, self.vocab_size, optimizer), out_shardings=self._shardings)
-            self.start, self.state = 0, start()
+            shardings = jax.tree.map(lambda x: x.sharding, programs.state)
+            start = partial(initial_state, config, self.vocab_size, programs.optimizer)
+            self.start, self.state = 0, jax.jit(start, out_shardings=shardings)()
 
     def _compile(self, batch: Batch) -> jax.stages.Compiled:
         with self._meter.paused():
-            return self._jitted_step.lower(self.state, batch, *self._wishes(None)).compile()
+            return self._programs.step.lower(self.state, batch, *self._wishes(None)).compile()
 
     def _put(self, batch: HostBatch) -> Batch:
         """A batch on the devices, each with its own slots; the host has those of its own devices only."""
@@ -352,17 +344,3 @@ def _part(sharding: NamedSharding, shape: tuple[int, int]) -> Part:
 
 def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _vocab_size(config: Config, needed: int) -> int:
-    """Rows of the embedding: as set, or the tokenizer's rounded up so that the tensor axis can cut them."""
-    if config.model.vocab_size is None:
-        return math.ceil(needed / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-    if config.model.vocab_size < needed:
-        raise ConfigError(
-            [
-                f"model.vocab_size: {config.model.vocab_size} is less than the {needed} ids of the tokenizer "
-                f"{config.data.tokenizer!r}; use model.vocab_size >= {needed}, or null"
-            ]
-        )
-    return config.model.vocab_size

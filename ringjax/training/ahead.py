@@ -1,0 +1,237 @@
+"""The train step compiled for a machine that is not here, and what its program says about that machine."""
+
+import re
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from ringjax.config import Config, ConfigError, UserError, check_config
+from ringjax.data import get_tokenizer
+from ringjax.models import causal_keys, count_parameters, flops_per_token
+from ringjax.parallel import Topology, covered, make_mesh, read_collectives, read_hops
+from ringjax.training.console import format_count
+from ringjax.training.patience import shown
+from ringjax.training.programs import build_programs, choose_vocab_size
+
+_OUT_OF_MEMORY = re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm")
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+class DoesNotFitError(UserError):
+    """The program needs more memory than a device has."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Of one device, in bytes.
+
+    Attributes:
+      arguments: parameters, optimizer state and a batch.
+      temporaries: what the step needs besides.
+      program: the code itself.
+      peak: all of it; results take the place of arguments.
+      host: what waits in the host's memory.
+      available: what a device has.
+    """
+
+    arguments: int
+    temporaries: int
+    program: int
+    peak: int
+    host: int
+    available: int
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind over the same axes, in one step, on one device; each branch counts as if it ran."""
+
+    kind: str
+    axes: tuple[str, ...] | None
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a compiled step tells of a machine.
+
+    Attributes:
+      topology: name of the machine.
+      devices: how many.
+      mesh: axes of more than one device, with their sizes.
+      parameters: of the model.
+      memory: of one device.
+      flops: model FLOPs of a step on one device: causal counted as half, windows exactly, the backward pass as twice
+        the forward pass, recomputation not at all.
+      hops_covered: messages of keys, values and their gradients that a kernel of attention encloses, in one step.
+      hops: all of them.
+      token_messages: messages of positions and segments, a few bytes a token.
+      traffic: what is sent.
+      lower_s: seconds to trace and lower the step.
+      compile_s: seconds to compile it.
+    """
+
+    topology: str
+    devices: int
+    mesh: dict[str, int]
+    parameters: int
+    memory: Memory
+    flops: float
+    hops_covered: int
+    hops: int
+    token_messages: int
+    traffic: tuple[Traffic, ...]
+    lower_s: float
+    compile_s: float
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:<18} {text}" for name, text in self._lines())
+
+    def _lines(self) -> list[tuple[str, str]]:
+        memory, share = self.memory, self.memory.peak / self.memory.available
+        axes = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items()) or "one device"
+        lines = [
+            ("topology", f"{self.topology}: {self.devices:,} devices of {_gib(memory.available)}, {axes}"),
+            ("parameters", format_count(self.parameters)),
+            (
+                "memory",
+                f"{_gib(memory.peak)} on each device, {1 - share:.1%} free: arguments {_gib(memory.arguments)}, "
+                f"temporaries {_gib(memory.temporaries)}, program {_gib(memory.program)}",
+            ),
+            *([("host memory", f"{_gib(memory.host)} for each device")] if memory.host else []),
+            (
+                "FLOPs",
+                f"{self.flops:.3g} a step on each device (causal as half, backward as twice forward, nothing that is "
+                "recomputed)",
+            ),
+            (
+                "ring",
+                f"hops covered {self.hops_covered:,} of {self.hops:,}; {self.token_messages:,} messages of tokens",
+            ),
+        ]
+        for one in self.traffic:
+            over = "unknown groups" if one.axes is None else ", ".join(one.axes) or "no axis"
+            lines.append((one.kind, f"over {over}: {_gib(one.bytes)} in {one.count:,}"))
+        lines.append(("compiled", f"in {self.compile_s:.0f} s, after {self.lower_s:.0f} s of tracing and lowering"))
+        return lines
+
+
+def forecast(config: Config, topology: Topology) -> tuple[Forecast, str]:
+    """Compile a run's train step for a machine, and read the program.
+
+    Args:
+      config: a whole run, whose mesh has as many devices as the machine.
+      topology: of `get_topology`.
+
+    Returns:
+      What there is to know, and the text of the program.
+
+    Raises:
+      ConfigError: settings that do not go together.
+      MeshError: the mesh and the machine are not of one size, or the ring would cross hosts for no reason.
+      DoesNotFitError: the compiler gave up for lack of memory.
+    """
+    if problems := check_config(config):
+        raise ConfigError([str(problem) for problem in problems])
+    vocab_size = choose_vocab_size(config, get_tokenizer(config.data.tokenizer).vocab_size)
+    mesh = make_mesh(config.mesh, devices=topology.devices)
+    started = time.perf_counter()
+    with jax.set_mesh(mesh):
+        programs = build_programs(config, vocab_size, mesh)
+        with shown(f"lowering for {topology.name}"):
+            lowered = programs.step.lower(programs.state, programs.batch)
+        lower_s, started = time.perf_counter() - started, time.perf_counter()
+        with shown(f"compiling for {topology.name}"):
+            compiled = _compile(lowered, config, topology)
+    compile_s = time.perf_counter() - started
+    text = compiled.as_text() or ""
+    hops = read_hops(text)
+    messages = [hop for hop in hops if not hop.is_of_tokens]
+    done, count = covered(messages)
+    result = Forecast(
+        topology=topology.name,
+        devices=mesh.size,
+        mesh={axis: size for axis, size in mesh.shape.items() if size > 1},
+        parameters=count_parameters(programs.state.params),
+        memory=_memory(compiled, topology),
+        flops=_flops(config, vocab_size) / mesh.size,
+        hops_covered=done,
+        hops=count,
+        token_messages=sum(hop.times for hop in hops if hop.is_of_tokens),
+        traffic=_traffic(text, dict(mesh.shape)),
+        lower_s=lower_s,
+        compile_s=compile_s,
+    )
+    if result.memory.peak > topology.chip.memory:
+        raise DoesNotFitError(_too_large(config, topology, result.memory.peak))
+    return result, text
+
+
+def _compile(lowered: Any, config: Config, topology: Topology) -> jax.stages.Compiled:
+    try:
+        return lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        # Compilers for TPUs know when a program is too large, and say what it would need.
+        if match := _OUT_OF_MEMORY.search(str(error)):
+            needed = float(match[1]) * _UNITS[match[2]]
+            raise DoesNotFitError(_too_large(config, topology, needed)) from error
+        raise
+
+
+def _too_large(config: Config, topology: Topology, needed: float) -> str:
+    """By how much a program does not fit, and what would make it smaller."""
+    available = topology.chip.memory
+    changes = []
+    if config.train.remat == "none":
+        changes.append("train.remat=block keeps less for the backward pass")
+    elif not config.train.offload:
+        loop = " train.scan_layers=false" if config.mesh.stage > 1 else ""
+        changes.append(f"train.offload=true{loop} keeps the inputs of layers on the host")
+    if config.model.mlp_chunk is None:
+        changes.append("model.mlp_chunk=4096 makes the hidden values of the MLP in pieces")
+    changes.append("a longer ring, on a larger topology (mesh.seq), leaves fewer tokens and weights to each device")
+    if config.data.batch > config.mesh.data * config.mesh.fsdp:
+        changes.append("optim.accumulate cuts the batch into parts, or data.batch may be lower")
+    return (
+        f"the step needs {_gib(needed)} on each device of {topology.name}, which has {_gib(available)}: "
+        f"{_gib(needed - available)} too much. What helps: {'; '.join(changes)}"
+    )
+
+
+def _memory(compiled: jax.stages.Compiled, topology: Topology) -> Memory:
+    plan = compiled.memory_analysis()
+    assert plan is not None
+    arguments = plan.argument_size_in_bytes
+    results = plan.output_size_in_bytes - plan.alias_size_in_bytes
+    program = plan.generated_code_size_in_bytes
+    return Memory(
+        arguments=arguments,
+        temporaries=plan.temp_size_in_bytes,
+        program=program,
+        peak=arguments + results + plan.temp_size_in_bytes + program,
+        host=plan.host_temp_size_in_bytes,
+        available=topology.chip.memory,
+    )
+
+
+def _flops(config: Config, vocab_size: int) -> float:
+    """Of a step, on all devices: one document a row."""
+    data, windows = config.data, config.model.windows
+    every = [causal_keys(data.seq_len, windows[layer % len(windows)]) for layer in range(config.model.layers)]
+    return data.batch * data.seq_len * flops_per_token(config.model, vocab_size, sum(every) / len(every))
+
+
+def _traffic(text: str, axis_sizes: dict[str, int]) -> tuple[Traffic, ...]:
+    totals: dict[tuple[str, tuple[str, ...] | None], tuple[int, int]] = {}
+    for one in read_collectives(text, axis_sizes):
+        count, size = totals.get((one.kind, one.axes), (0, 0))
+        totals[one.kind, one.axes] = (count + one.times, size + one.bytes)
+    found = [Traffic(kind, axes, count, size) for (kind, axes), (count, size) in totals.items()]
+    return tuple(sorted(found, key=lambda one: -one.bytes))
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.2f} MiB"
