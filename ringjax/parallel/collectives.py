@@ -99,7 +99,7 @@ def read_collectives(text: str, axis_sizes: Mapping[str, int]) -> list[Collectiv
                     result, kind = _root_type(lines), "reduce-scatter"
                 found += [
                     Collective(kind, axes(_groups_text(line)), dtype, shape, runs[name])
-                    for dtype, shape in _results(result, kind, bool(started))
+                    for dtype, shape in results(result, kind, bool(started))
                 ]
     return found
 
@@ -117,8 +117,8 @@ def _root_type(lines: list[str]) -> str:
     return next(match[1] for match in map(_ROOT.search, lines) if match)
 
 
-def _results(result: str, kind: str, started: bool) -> list[tuple[str, tuple[int, ...]]]:
-    """Type and shape of each array that comes out, from the type of an operation."""
+def results(result: str, kind: str, started: bool) -> list[tuple[str, tuple[int, ...]]]:
+    """Type and shape of each array that comes out of an operation, or will after its `-start`, from its own type."""
     plain = _LAYOUT.sub("", result)
     if started and plain.startswith("("):
         # (operands, results, what the device needs); only all-reduce-start has its results alone, unless wrapped.

@@ -8,11 +8,11 @@ import re
 from typing import NamedTuple
 
 from ringjax.attention.ring import HOP_SCOPE, KERNEL_SCOPE
+from ringjax.parallel.collectives import results
 from ringjax.parallel.program_text import Program, called
 
 _HOP = re.compile(r"%(\S+) = (.*?) collective-permute(-start)?\(")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
-_ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 # What a kernel is made of in the end: one of its own, or the products of the portable one.
 _WORK = re.compile(r" (?:custom-call|dot|convolution)\(")
 
@@ -59,8 +59,7 @@ def read_hops(text: str) -> list[Hop]:
         busy = [_is_work(line) or any(map(works, called(line))) for line in lines]
         for at, line in enumerate(lines):
             if _is_hop(line):
-                end = _done(lines, at)
-                found.append(_hop(line, any(busy[at + 1 : end]), runs[name]))
+                found += _hops(line, any(busy[at + 1 : _done(lines, at)]), runs[name])
     return found
 
 
@@ -92,9 +91,9 @@ def _done(lines: list[str], at: int) -> int:
     return next(end for end in range(at, len(lines)) if done.search(lines[end]))
 
 
-def _hop(line: str, covered: bool, times: int) -> Hop:
+def _hops(line: str, covered: bool, times: int) -> list[Hop]:
+    """The messages of an operation; compilers for GPUs make one of several that leave together."""
     match = _HOP.search(line)
     assert match is not None
-    dtype, sizes = _ARRAY.findall(match[2])[0]
-    shape = tuple(int(size) for size in sizes.split(",") if size)
-    return Hop(dtype, shape, "transpose(" in _op_name(line), covered, times)
+    arrays = results(match[2], "collective-permute", bool(match[3]))
+    return [Hop(dtype, shape, "transpose(" in _op_name(line), covered, times) for dtype, shape in arrays]

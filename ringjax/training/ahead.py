@@ -1,8 +1,10 @@
 """The train step compiled for a machine that is not here, and what its program says about that machine."""
 
 import re
+import tempfile
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -145,9 +147,8 @@ def forecast(config: Config, topology: Topology) -> tuple[Forecast, str]:
             lowered = programs.step.lower(programs.state, programs.batch)
         lower_s, started = time.perf_counter() - started, time.perf_counter()
         with shown(f"compiling for {topology.name}"):
-            compiled = _compile(lowered, config, topology)
+            compiled, text = _compile(lowered, config, topology)
     compile_s = time.perf_counter() - started
-    text = compiled.as_text() or ""
     hops = read_hops(text)
     messages = [hop for hop in hops if not hop.is_of_tokens]
     done, count = covered(messages)
@@ -170,15 +171,24 @@ def forecast(config: Config, topology: Topology) -> tuple[Forecast, str]:
     return result, text
 
 
-def _compile(lowered: Any, config: Config, topology: Topology) -> jax.stages.Compiled:
-    try:
-        return lowered.compile()
-    except jax.errors.JaxRuntimeError as error:
-        # Compilers for TPUs know when a program is too large, and say what it would need.
-        if match := _OUT_OF_MEMORY.search(str(error)):
-            needed = float(match[1]) * _UNITS[match[2]]
-            raise DoesNotFitError(_too_large(config, topology, needed)) from error
-        raise
+def _compile(lowered: Any, config: Config, topology: Topology) -> tuple[jax.stages.Compiled, str]:
+    """The program and its text."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+        except jax.errors.JaxRuntimeError as error:
+            # Compilers for TPUs know when a program is too large, and say what it would need.
+            if match := _OUT_OF_MEMORY.search(str(error)):
+                needed = float(match[1]) * _UNITS[match[2]]
+                raise DoesNotFitError(_too_large(config, topology, needed)) from error
+            raise
+        try:
+            return compiled, compiled.as_text() or ""
+        except jax.errors.JaxRuntimeError:
+            # jaxlib cannot read every program for TPUs (seen: asynchronous operations of several arrays); the
+            # compiler has written the same text itself.
+            (file,) = Path(folder).glob("*.after_optimizations.txt")
+            return compiled, file.read_text()
 
 
 def _too_large(config: Config, topology: Topology, needed: float) -> str:

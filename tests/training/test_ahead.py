@@ -1,0 +1,104 @@
+"""Compiling for a machine, with CPU devices in its place: what is read, what is said, what is refused."""
+
+import json
+
+import jax
+import pytest
+
+from ringjax.cli import main
+from ringjax.config import Config, ConfigError, DataConfig, MeshConfig, ModelConfig, TrainConfig
+from ringjax.models import causal_keys, flops_per_token
+from ringjax.parallel import MeshError, Topology
+from ringjax.planner import Chip
+from ringjax.training import ahead
+from ringjax.training.ahead import DoesNotFitError, forecast
+
+CONFIG = Config(
+    mesh=MeshConfig(fsdp=2, seq=2),
+    model=ModelConfig(layers=2, dim=32, heads=2, kv_heads=1, head_dim=16, mlp_dim=48, window=(8, None)),
+    data=DataConfig(seq_len=64, batch=2),
+    train=TrainConfig(remat="block"),
+)
+
+
+def machine(count=4, memory=2**30):
+    return Topology("cpu:4", Chip("cpu", "tpu", memory, 1, "none"), jax.devices()[:count])
+
+
+@pytest.fixture(scope="module")
+def result():
+    return forecast(CONFIG, machine())
+
+
+def test_what_a_program_tells(result):
+    found, text = result
+    assert found.devices == 4
+    assert found.mesh == {"fsdp": 2, "seq": 2}
+    # A CPU's transfers have no two halves. A layer has one hop forward, and backward one of the block and one of its
+    # gradient; with a short window a hop is two halves of a block, one from each neighbour.
+    assert (found.hops_covered, found.hops) == (0, 2 * 3 + 3)
+    assert found.memory.peak >= found.memory.arguments + found.memory.temporaries > 0
+    sent = {(one.kind, one.axes) for one in found.traffic}
+    assert ("collective-permute", ("seq",)) in sent
+    assert ("all-gather", ("fsdp", "seq")) in sent
+    assert "ring_hop" in text
+    lines = str(found).splitlines()
+    assert any(line.startswith("ring") and "hops covered 0 of 9" in line for line in lines)
+    assert any(line.startswith("memory") and "free" in line for line in lines)
+
+
+def test_flops_count_windows_by_layer(result):
+    keys = (8 - 8 * 7 / 128 + 32) / 2
+    want = 2 * 64 * flops_per_token(CONFIG.model, 320, keys) / 4
+    assert result[0].flops == pytest.approx(want)
+
+
+def test_keys_of_a_window_are_those_that_tokens_see():
+    for window in (1, 5, 64):
+        seen = sum(min(i + 1, window) for i in range(64)) / 64
+        assert causal_keys(64, window) == pytest.approx(min(seen, 32))
+    assert causal_keys(64) == causal_keys(64, 100) == 32
+
+
+def test_a_program_that_is_too_large_is_told_what_would_help():
+    with pytest.raises(
+        DoesNotFitError,
+        match=r"the step needs .* on each device of cpu:4, which has 0.10 MiB: .* too much. What helps: "
+        r"train.offload=true.*model.mlp_chunk=4096.*a longer ring",
+    ):
+        forecast(CONFIG, machine(memory=100_000))
+
+
+def test_a_compiler_that_runs_out_of_memory_is_understood(monkeypatch):
+    message = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.50G of 15.75G hbm. Exceeded"
+
+    class Lowered:
+        def compile(self, **_):
+            raise jax.errors.JaxRuntimeError(message)
+
+    with pytest.raises(DoesNotFitError, match=r"needs 20.50 GiB .* has 1.00 GiB: 19.50 GiB too much"):
+        ahead._compile(Lowered(), CONFIG, machine())
+
+
+def test_impossible_settings_and_other_sizes_are_refused_first():
+    with pytest.raises(ConfigError, match="heads"):
+        forecast(CONFIG.model_copy(update={"model": ModelConfig(heads=3)}), machine())
+    with pytest.raises(MeshError, match="the machine has 2 devices, and the mesh 4"):
+        forecast(CONFIG, machine(2))
+
+
+def test_the_command(monkeypatch, capsys, tmp_path, small_settings):
+    monkeypatch.setattr("ringjax.parallel.get_topology", lambda name: machine())
+    command = ["compile", "configs/quickstart.yaml", "--topology", "v5e:2x2", "--json", *small_settings, "mesh.seq=4"]
+    assert main([*command, "--save-text", str(tmp_path / "step.txt")]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["mesh"] == {"seq": 4}
+    assert "compiling for cpu:4 ..." in err
+    assert "HloModule" in (tmp_path / "step.txt").read_text()
+    assert main([*command, "--save-text", str(tmp_path / "no" / "step.txt")]) == 1
+    assert "cannot write --save-text" in capsys.readouterr().err
+
+
+def test_the_command_needs_a_machine(capsys):
+    assert main(["compile", "configs/quickstart.yaml", "--topology", "v55:2x2"]) == 1
+    assert "error: unknown chip 'v55' in 'v55:2x2'; did you mean" in capsys.readouterr().err
