@@ -69,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_train(subparsers)
     _add_launch(subparsers)
     _add_compile(subparsers)
+    _add_doctor(subparsers)
     return parser
 
 
@@ -155,6 +156,30 @@ def _compile(args: argparse.Namespace) -> int:
             raise UserError(f"cannot write --save-text {args.save_text}: {error.strerror}") from error
     print(json.dumps(asdict(result)) if args.json else result)
     return 0
+
+
+def _add_doctor(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """`ringjax doctor`."""
+    parser = subparsers.add_parser(
+        "doctor",
+        help="look at this machine and installation",
+        usage="ringjax doctor [--traceback]",
+        description="Show versions, plugins, devices, memory and network names, and say what is wrong with them. The "
+        "exit status is 0 if nothing is.",
+    )
+    parser.add_argument("--traceback", action="store_true", help="show where in the code an error was found")
+    parser.set_defaults(command=_doctor, overrides=[])
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    """Print a diagnosis."""
+    if args.overrides:
+        raise ConfigError([f"command line: {word}: ringjax doctor takes no settings" for word in args.overrides])
+    from ringjax.parallel.doctor import diagnose
+
+    diagnosis = diagnose()
+    print(diagnosis)
+    return 1 if diagnosis.problems else 0
 
 
 def _launch(args: argparse.Namespace) -> int:
