@@ -119,7 +119,7 @@ class Tiles:
         `sides` says for each array of the state whether its tiles belong to queries ("q") or to keys ("k"). `step`
         works on tiles and not on the whole state, so that the condition around it moves no more than one tile.
         """
-        clear, edge = self._pairs()
+        clear, edge = candidates(self.relation, (self.q_len, self.k_len), (self.q_tile, self.k_tile))
         q, k = self._sight()
         if len(clear):
             state = self._visit(step, state, sides, clear, q._replace(positions=None), k._replace(positions=None))
@@ -148,7 +148,7 @@ class Tiles:
         """Which pairs have to be visited; None = all."""
         lead = self.relation.lead
         if self.relation.order is Order.SLOTS and lead.low == lead.high:
-            # Positions are known beforehand, and `_pairs` has left out what they hide.
+            # Positions are known beforehand, and `candidates` has left out what they hide.
             q, k = q._replace(positions=None), k._replace(positions=None)
         meet = may_meet(self.relation.mask, q, k)
         return None if meet is None else meet[pairs[:, 0], pairs[:, 1]]
@@ -175,31 +175,6 @@ class Tiles:
         spread_q, spread_k = self._spread_q(Tokens(q)).positions, self._spread_k(Tokens(k)).positions
         return spread_q, spread_k  # type: ignore[return-value]
 
-    def _pairs(self) -> tuple[np.ndarray, np.ndarray]:
-        """Pairs (i, j) whose positions hide nothing, and pairs whose positions have to be compared."""
-        counts = -(-self.q_len // self.q_tile), -(-self.k_len // self.k_tile)
-        i, j = (x.ravel() for x in np.meshgrid(*(np.arange(n) for n in counts), indexing="ij"))
-        none = np.zeros_like(i, bool)
-        clear, edge = none, none
-        match self.relation.order:
-            case Order.ALL:
-                clear = ~none
-            case Order.ANY:
-                edge = ~none
-            case Order.SLOTS:
-                lead, (low, high) = self.relation.lead, self.relation.mask.differences
-                first = (i * self.q_tile, j * self.k_tile)
-                last = (
-                    np.minimum(first[0] + self.q_tile, self.q_len) - 1,
-                    np.minimum(first[1] + self.k_tile, self.k_len) - 1,
-                )
-                least = lead.stride * (first[0] - last[1]) + lead.low
-                most = lead.stride * (last[0] - first[1]) + lead.high
-                clear = (least >= low) & (most <= high)
-                edge = (most >= low) & (least <= high) & ~clear
-        pairs = np.stack([i, j], axis=1).astype(np.int32)
-        return pairs[clear], pairs[edge]
-
     def _spread_q(self, q: Tokens) -> Tokens:
         """[n, q] so that it broadcasts against [n, G, q, s], or against [n, s, G, q]."""
         return jax.tree.map(lambda x: x[:, None, None, :] if self.keys_first else x[:, None, :, None], q)
@@ -220,6 +195,38 @@ class Tiles:
             return x.reshape(x.shape[0], self.k_tile, -1)
         x = jnp.broadcast_to(x, (x.shape[0], self.group, self.q_tile, self.k_tile))
         return x.reshape(x.shape[0], -1, self.k_tile)
+
+
+def candidates(
+    relation: Relation, lengths: tuple[int, int], tiles: tuple[int, int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Pairs of tiles (i, j) whose positions hide nothing, and pairs whose positions have to be compared.
+
+    Args:
+      relation: what sees what; its data is not looked at.
+      lengths: of the blocks of queries and of keys.
+      tiles: queries and keys of a tile.
+    """
+    (q_len, k_len), (q_tile, k_tile) = lengths, tiles
+    counts = -(-q_len // q_tile), -(-k_len // k_tile)
+    i, j = (x.ravel() for x in np.meshgrid(*(np.arange(n) for n in counts), indexing="ij"))
+    none = np.zeros_like(i, bool)
+    clear, edge = none, none
+    match relation.order:
+        case Order.ALL:
+            clear = ~none
+        case Order.ANY:
+            edge = ~none
+        case Order.SLOTS:
+            lead, (low, high) = relation.lead, relation.mask.differences
+            first = (i * q_tile, j * k_tile)
+            last = (np.minimum(first[0] + q_tile, q_len) - 1, np.minimum(first[1] + k_tile, k_len) - 1)
+            least = lead.stride * (first[0] - last[1]) + lead.low
+            most = lead.stride * (last[0] - first[1]) + lead.high
+            clear = (least >= low) & (most <= high)
+            edge = (most >= low) & (least <= high) & ~clear
+    pairs = np.stack([i, j], axis=1).astype(np.int32)
+    return pairs[clear], pairs[edge]
 
 
 def by_rows(
