@@ -17,7 +17,6 @@ KERNELS = [
     XlaKernel(q_tile=8, k_tile=4),
     XlaKernel(q_tile=10, k_tile=7),
     XlaKernel(q_tile=2, k_tile=3),
-    TpuKernel(interpret=True),
     TpuKernel(q_tile=8, k_tile=4, rows=8, interpret=True),
     TpuKernel(q_tile=5, k_tile=7, interpret=True),
 ]

@@ -70,12 +70,14 @@ class Program:
       cut: the tiles, and what sees what.
       rule: what happens to scores.
       heads: query heads of a step.
+      vmem: see TpuKernel.
       interpret: see TpuKernel.
     """
 
     cut: Cut
     rule: ScoreRule
     heads: int
+    vmem: int
     interpret: bool
 
     def forward(self, q: jax.Array, k: jax.Array, v: jax.Array, heads: Heads, before: Partial) -> Partial:
@@ -129,7 +131,7 @@ class Program:
                 acc[g] = acc[g] * old + _dot(v_t, weights.astype(v.dtype), 1, 0)
                 top[g] = new_top
 
-            _each(self.heads, attend_head)
+            _each(self.heads, attend_head, 1 if self.interpret else 2)
 
         self._when_needed(visit, attend)
 
@@ -157,7 +159,7 @@ class Program:
                 _, ds = self._weights(visit, refs, g, edge, broken_q)
                 acc[g] = acc[g] + _dot(k_t, ds, 1, 0)
 
-            _each(self.heads, attend_head)
+            _each(self.heads, attend_head, 1 if self.interpret else 2)
 
         self._when_needed(visit, attend)
 
@@ -187,7 +189,7 @@ class Program:
                 out["dk"][...] += _dot(ds, q, 1, 0)
                 out["dv"][...] += _dot(weights, dout, 1, 0)
 
-            _each(self.heads, attend_head)
+            _each(self.heads, attend_head, 1 if self.interpret else 2)
 
         self._when_needed(visit, attend)
 
@@ -341,6 +343,7 @@ class Program:
             },
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("parallel",) * parallel + ("arbitrary",) * (4 - parallel),
+                vmem_limit_bytes=self.vmem,
             ),
             interpret=self.interpret,
             name=f"attention_{name}",
@@ -408,10 +411,18 @@ class _Places:
         return b * self.count + t if self.tables > 1 else t
 
 
-def _each(count: int, step: Callable[[Any], None]) -> None:
-    """step(0), ..., step(count - 1)"""
-    for g in range(count):
-        step(g)
+def _each(count: int, step: Callable[[Any], None], abreast: int = 2) -> None:
+    """step(0), ..., step(count - 1); the program holds a few of them, between which a core can interleave its units."""
+    abreast = abreast if count % abreast == 0 else 1
+
+    def some(i: Any, _: None) -> None:
+        for part in range(abreast):
+            step(i * abreast + part)
+
+    if count == abreast:
+        some(0, None)
+    else:
+        jax.lax.fori_loop(0, count // abreast, some, None)
 
 
 def _scratch(*shape: int) -> Any:

@@ -1,0 +1,114 @@
+"""The TPU kernel in interpret mode: what `test_kernels` leaves out, and the ring around it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from ringjax.attention import Mask, ring_attention
+from ringjax.attention.kernels import TpuKernel, XlaKernel
+
+pytestmark = [pytest.mark.spread, pytest.mark.usefixtures("quick_compiler")]
+
+# Several tiles each way, of which the last ones hang over; both heads of a group in one step, or one.
+SMALL = TpuKernel(q_tile=5, k_tile=7, interpret=True)
+NARROW = TpuKernel(q_tile=6, k_tile=6, rows=6, interpret=True)
+BARS = {"out": 2e-6, "lse": 2e-6, "dq": 1e-5, "dk": 1e-5, "dv": 1e-5}
+
+
+@pytest.mark.parametrize(
+    ("ring", "layout", "kernel", "options"),
+    [
+        (1, "contiguous", NARROW, {"softcap": 2.0, "alibi": True, "dropout": 0.2, "value_dim": 6, "packed": True}),
+        (2, "zigzag", SMALL, {"packed": True}),
+        (4, "zigzag", SMALL, {"mask": Mask(window=7)}),
+        (3, "striped", NARROW, {"mask": Mask(window=9), "alibi": True}),
+        (2, "contiguous", SMALL, {"mask": Mask(causal=False, window=5, prefix_length=6)}),
+        (2, "zigzag", SMALL, {"mask": Mask(window=20), "placed": "shuffled"}),
+    ],
+)
+def test_the_ring_equals_the_oracle(problem, ring, layout, kernel, options):
+    case = problem(seq=24, batch=1, heads=4, kv_heads=2, **options)
+    errors = case.errors(case.run(ring, layout, kernel))
+    assert all(error <= BARS[name] for name, error in errors.items()), errors
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_errs_no_more_than_the_specification(problem, dtype):
+    case = problem(seq=24, batch=1, dtype=dtype)
+    mine, theirs = (case.errors(case.run(1, "contiguous", kernel)) for kernel in (SMALL, XlaKernel()))
+    assert all(mine[name] <= max(1.25 * theirs[name], BARS[name]) for name in mine), (mine, theirs)
+
+
+def test_nothing_leaves_a_document(problem):
+    case = problem(seq=24, batch=1, packed=True)
+    before = case.run(2, "zigzag", SMALL)
+    document = case.segments == 2
+    assert document.any()
+    arrays = [x.copy() for x in case.inputs]
+    for x, value in zip(arrays, (np.nan, np.inf, -np.inf, np.nan, np.nan), strict=True):
+        x[document] = value
+    broken = problem(seq=24, batch=1, packed=True)
+    object.__setattr__(broken, "inputs", tuple(arrays))
+    after = broken.run(2, "zigzag", SMALL)
+    for name in before:
+        np.testing.assert_array_equal(before[name][~document], after[name][~document], err_msg=name)
+        assert not np.isfinite(after[name][document]).any(), name
+
+
+@pytest.mark.parametrize("stages", [1, 2], ids=["a stage a device", "two stages a device"])
+def test_runs_as_a_pipeline_stage(mesh_of, stages):
+    """jax maps a kernel with a table over a dim of 1 by dropping the dim, and over others by a loop."""
+    mesh = mesh_of(2, stage=2)
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(2 * stages, 1, 12, 2, 4)), jnp.float32)
+    segments = jnp.asarray(np.sort(rng.integers(0, 3, (2 * stages, 1, 12)), axis=-1), jnp.int32)
+
+    def loss(x, kernel):
+        def stage(x, segments):
+            return ring_attention(x, x, x, mesh=mesh, layout="zigzag", segment_ids=segments, kernel=kernel)
+
+        return jnp.sin(jax.vmap(stage, spmd_axis_name="stage")(x, segments)).sum()
+
+    with jax.set_mesh(mesh):
+        got, want = (jax.jit(jax.value_and_grad(loss), static_argnums=1)(x, kernel) for kernel in (SMALL, XlaKernel()))
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+    np.testing.assert_allclose(got[1], want[1], atol=1e-5)
+
+
+def test_devices_are_told_apart(mesh_of):
+    """Without tokens as data, jax checks which values differ between devices: the kernel has to say."""
+    mesh = mesh_of(2)
+    assert mesh.axis_types == (AxisType.Auto,)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 12, 2, 4)), jnp.float32)
+
+    def attend(kernel):
+        def loss(x):
+            return jnp.sin(ring_attention(x, x, x, mesh=mesh, layout="striped", kernel=kernel)).sum()
+
+        return jax.jit(jax.grad(loss))(x)
+
+    np.testing.assert_allclose(attend(SMALL), attend(XlaKernel()), atol=1e-5)
+
+
+def test_tiles_must_fill_registers():
+    with pytest.raises(ValueError, match="q_tile must be a positive multiple of 128.*got 100"):
+        TpuKernel(q_tile=100)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "expected"),
+    [
+        ((8192, 4, 128), "bfloat16", (512, 1024, 4)),
+        ((8192, 4, 128), "float32", (512, 512, 4)),
+        ((8192, 1, 64), "bfloat16", (512, 1024, 1)),
+        ((8192, 32, 128), "bfloat16", (512, 1024, 4)),
+        ((768, 6, 128), "bfloat16", (384, 768, 3)),
+        ((200, 2, 128), "bfloat16", (200, 200, 2)),
+    ],
+)
+def test_tiles_fit_the_block_and_the_memory(shape, dtype, expected):
+    length, group, dim = shape
+    q, k = (jax.ShapeDtypeStruct((1, 1, *rows, length, dim), dtype) for rows in ((group,), ()))
+    assert TpuKernel()._tiles(q, k, k) == expected  # type: ignore[arg-type]
