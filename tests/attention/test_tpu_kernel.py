@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 
 from ringjax.attention import Mask, ring_attention
 from ringjax.attention.kernels import TpuKernel, XlaKernel
@@ -22,15 +21,17 @@ BARS = {"out": 2e-6, "lse": 2e-6, "dq": 1e-5, "dk": 1e-5, "dv": 1e-5}
     [
         (1, "contiguous", NARROW, {"softcap": 2.0, "alibi": True, "dropout": 0.2, "value_dim": 6, "packed": True}),
         (2, "zigzag", SMALL, {"packed": True}),
-        (4, "zigzag", SMALL, {"mask": Mask(window=7)}),
+        (2, "zigzag", SMALL, {"mask": Mask(window=7)}),
+        (4, "contiguous", SMALL, {}),
         (3, "striped", NARROW, {"mask": Mask(window=9), "alibi": True}),
         (2, "contiguous", SMALL, {"mask": Mask(causal=False, window=5, prefix_length=6)}),
         (2, "zigzag", SMALL, {"mask": Mask(window=20), "placed": "shuffled"}),
     ],
 )
-def test_the_ring_equals_the_oracle(problem, ring, layout, kernel, options):
+def test_the_ring_equals_the_oracle(problem, mesh_of, ring, layout, kernel, options):
     case = problem(seq=24, batch=1, heads=4, kv_heads=2, **options)
-    errors = case.errors(case.run(ring, layout, kernel))
+    # An axis more, and jax does not check which values differ between devices: pallas' interpreter fails that check.
+    errors = case.errors(case.run(ring, layout, kernel, mesh=mesh_of(ring, unused=1)))
     assert all(error <= BARS[name] for name, error in errors.items()), errors
 
 
@@ -57,7 +58,7 @@ def test_nothing_leaves_a_document(problem):
         assert not np.isfinite(after[name][document]).any(), name
 
 
-@pytest.mark.parametrize("stages", [1, 2], ids=["a stage a device", "two stages a device"])
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["one a device", "two a device"])
 def test_runs_as_a_pipeline_stage(mesh_of, stages):
     """jax maps a kernel with a table over a dim of 1 by dropping the dim, and over others by a loop."""
     mesh = mesh_of(2, stage=2)
@@ -72,28 +73,29 @@ def test_runs_as_a_pipeline_stage(mesh_of, stages):
         return jnp.sin(jax.vmap(stage, spmd_axis_name="stage")(x, segments)).sum()
 
     with jax.set_mesh(mesh):
-        got, want = (jax.jit(jax.value_and_grad(loss), static_argnums=1)(x, kernel) for kernel in (SMALL, XlaKernel()))
+        got, want = (
+            jax.jit(jax.value_and_grad(loss), static_argnums=1)(x, kernel) for kernel in (SMALL, XlaKernel())
+        )
     np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
     np.testing.assert_allclose(got[1], want[1], atol=1e-5)
 
 
-def test_devices_are_told_apart(mesh_of):
-    """Without tokens as data, jax checks which values differ between devices: the kernel has to say."""
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+def test_lowers_for_tpus_where_jax_checks_what_differs_between_devices(mesh_of, layout):
+    """The check is on where no tokens are data: the kernel has to say how its results differ."""
     mesh = mesh_of(2)
-    assert mesh.axis_types == (AxisType.Auto,)
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 12, 2, 4)), jnp.float32)
+    x = jax.ShapeDtypeStruct((1, 512, 2, 128), jnp.bfloat16)
 
-    def attend(kernel):
-        def loss(x):
-            return jnp.sin(ring_attention(x, x, x, mesh=mesh, layout="striped", kernel=kernel)).sum()
+    def loss(x):
+        return ring_attention(x, x, x, mesh=mesh, layout=layout, kernel=TpuKernel()).astype(jnp.float32).sum()
 
-        return jax.jit(jax.grad(loss))(x)
-
-    np.testing.assert_allclose(attend(SMALL), attend(XlaKernel()), atol=1e-5)
+    text = jax.jit(jax.grad(loss)).trace(x).lower(lowering_platforms=("tpu",)).as_text()
+    for name in ("forward", "dq", "dkv"):
+        assert f"attention_{name}" in text
 
 
 def test_tiles_must_fill_registers():
-    with pytest.raises(ValueError, match="q_tile must be a positive multiple of 128.*got 100"):
+    with pytest.raises(ValueError, match=r"q_tile must be a positive multiple of 128.*got 100"):
         TpuKernel(q_tile=100)
 
 

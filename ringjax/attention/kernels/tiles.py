@@ -197,9 +197,7 @@ class Tiles:
         return x.reshape(x.shape[0], -1, self.k_tile)
 
 
-def candidates(
-    relation: Relation, lengths: tuple[int, int], tiles: tuple[int, int]
-) -> tuple[np.ndarray, np.ndarray]:
+def candidates(relation: Relation, lengths: tuple[int, int], tiles: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
     """Pairs of tiles (i, j) whose positions hide nothing, and pairs whose positions have to be compared.
 
     Args:

@@ -412,7 +412,7 @@ class _Places:
 
 
 def _each(count: int, step: Callable[[Any], None], abreast: int = 2) -> None:
-    """step(0), ..., step(count - 1); the program holds a few of them, between which a core can interleave its units."""
+    """step(0), ..., step(count - 1). Some stand side by side, so that a core can keep all its units busy."""
     abreast = abreast if count % abreast == 0 else 1
 
     def some(i: Any, _: None) -> None:

@@ -158,5 +158,3 @@ def _range(x: jax.Array, tile: int) -> jax.Array:
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % tile)), mode="edge")
     x = x.reshape(x.shape[0], -1, tile)
     return jnp.stack([x.min(-1), x.max(-1)], axis=-1)
-
-

@@ -1,0 +1,143 @@
+"""The TPU kernel and the ring around it, compiled for TPUs that are not there: it takes libtpu, and no TPU.
+
+Run by itself, this file compiles for the generations it is given and prints what it found:
+
+    python tests/attention/test_tpu_programs.py v4 v5e v5p v6e tpu7x
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ringjax.attention import Mask, alibi_slopes, ring_attention
+from ringjax.attention.kernels import TpuKernel
+
+TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x4", "v5p": "v5p:2x2x1", "v6e": "v6e:2x4", "tpu7x": "tpu7x:2x2x1"}
+RING, BLOCK, HEADS, KV_HEADS, DIM = 4, 8192, 32, 8, 128
+CASES = {
+    "causal": {},
+    "packed": {"packed": True},
+    "window": {"packed": True, "mask": Mask(window=3000)},
+    "positions": {"packed": True, "positions": True},
+    "scores": {"softcap": 5.0, "alibi_slopes": alibi_slopes(HEADS), "dropout_rate": 0.1, "dropout_seed": 1},
+    "float32": {"dtype": "float32"},
+}
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="compiling for TPUs takes libtpu: pip install 'ringjax[tpu]'",
+)
+
+
+def compiled(generation, packed=False, positions=False, dtype="bfloat16", **options):
+    """Each lap's compiled program, and the seconds that took."""
+    topology = topologies.get_topology_desc(TOPOLOGIES[generation], "tpu")
+    mesh = Mesh(np.array(topology.devices[:RING]), ("seq",))
+
+    def array(*rest, dtype=dtype):
+        sharding = NamedSharding(mesh, PartitionSpec(None, "seq"))
+        return jax.ShapeDtypeStruct((1, RING * BLOCK, *rest), dtype, sharding=sharding)
+
+    def forward(q, k, v, tokens):
+        kernel = TpuKernel()
+        return ring_attention(
+            q, k, v, mesh=mesh, layout="zigzag", kernel=kernel, return_lse=True, **tokens, **options
+        )
+
+    def backward(q, k, v, tokens, cotangents):
+        return jax.vjp(lambda *x: forward(*x, tokens), q, k, v)[1](cotangents)
+
+    names = [name for name, given in (("segment_ids", packed), ("positions", positions)) if given]
+    inputs = (
+        array(HEADS, DIM),
+        array(KV_HEADS, DIM),
+        array(KV_HEADS, DIM),
+        dict.fromkeys(names, array(dtype=jnp.int32)),
+    )
+    cotangents = array(HEADS, DIM), array(HEADS, dtype=jnp.float32)
+    for name, lap, arrays in (("forward", forward, inputs), ("backward", backward, (*inputs, cotangents))):
+        start = time.monotonic()
+        yield name, jax.jit(lap).lower(*arrays).compile(), time.monotonic() - start
+
+
+def needed_bytes(lap, size):
+    """What a device must hold, for inputs of `size` bytes a number, besides arguments and results."""
+    q, kv = BLOCK * HEADS * DIM, 2 * BLOCK * KV_HEADS * DIM
+    forward = q * (size + 4) + 2 * kv * size  # q by head, out in float32, a block and the next one
+    # The zigzag layout's calls work on halves, copied out of the blocks: of q, out, and a KV block.
+    if lap == "forward":
+        return forward + (q * (size + 4) + kv * size) // 2
+    # Also dq and two dKV blocks in float32, dout by head, and a call's dq before it is added.
+    return forward + q * 4 + 2 * kv * 4 + q * size + q * 4
+
+
+def report(generation, case):
+    """One line for each lap."""
+    options = CASES[case]
+    size = np.dtype(options.get("dtype", jnp.bfloat16)).itemsize
+    for lap, program, seconds in compiled(generation, **options):
+        text, plan = program.as_text(), program.memory_analysis()
+        assert text is not None
+        assert plan is not None
+        row = {
+            "generation": generation,
+            "case": case,
+            "lap": lap,
+            "seconds": round(seconds, 1),
+            "kernels": text.count("tpu_custom_call"),
+            "temporary_bytes": plan.temp_size_in_bytes,
+            "needed_bytes": needed_bytes(lap, size),
+        }
+        print(json.dumps(row), flush=True)
+
+
+@pytest.mark.parametrize(
+    ("generation", "case"),
+    [
+        ("v5e", "packed"),
+        *(
+            pytest.param(generation, case, marks=pytest.mark.slow)
+            for generation in TOPOLOGIES
+            for case in CASES
+            if (generation, case) != ("v5e", "packed")
+        ),
+    ],
+)
+def test_laps_compile_within_their_memory(generation, case):
+    # In a process of its own: one that has loaded libtpu is of no use for anything else.
+    root = Path(__file__).parents[2]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
+    environment.pop("JAX_DISABLE_MOST_OPTIMIZATIONS", None)
+    command = [sys.executable, __file__, generation, "--case", case]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [row["lap"] for row in rows] == ["forward", "backward"]
+    for row in rows:
+        assert row["kernels"] >= (2 if row["lap"] == "forward" else 4), row
+        assert row["temporary_bytes"] <= 1.15 * row["needed_bytes"], row
+
+
+if __name__ == "__main__":
+    os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    jax.config.update("jax_platforms", "cpu")
+    arguments = sys.argv[1:]
+    chosen = list(CASES)
+    if "--case" in arguments:
+        at = arguments.index("--case")
+        chosen = [arguments.pop(at + 1)]
+        arguments.pop(at)
+    for generation in arguments:
+        for case in chosen:
+            report(generation, case)
