@@ -43,7 +43,8 @@ pytestmark = pytest.mark.skipif(
 def compiled(generation, packed=False, positions=False, dtype="bfloat16", **options):
     """Each lap's compiled program, and the seconds that took."""
     topology = topologies.get_topology_desc(TOPOLOGIES[generation], "tpu")
-    mesh = Mesh(np.array(topology.devices[:RING]), ("seq",))
+    # One device of each chip, where chips have two: libtpu 0.0.52 cannot compile some permutes between the two.
+    mesh = Mesh(np.array(topology.devices[:: len(topology.devices) // RING]), ("seq",))
 
     def array(*rest, dtype=dtype):
         sharding = NamedSharding(mesh, PartitionSpec(None, "seq"))
@@ -56,7 +57,7 @@ def compiled(generation, packed=False, positions=False, dtype="bfloat16", **opti
         )
 
     def backward(q, k, v, tokens, cotangents):
-        return jax.vjp(lambda *x: forward(*x, tokens), q, k, v)[1](cotangents)
+        return jax.vjp(lambda q, k, v: forward(q, k, v, tokens), q, k, v)[1](cotangents)
 
     names = [name for name, given in (("segment_ids", packed), ("positions", positions)) if given]
     inputs = (

@@ -48,7 +48,7 @@ class TpuKernel(BlockKernel):
             tile = getattr(self, name)
             if tile < 1 or (tile % LANES and not self.interpret):
                 raise ValueError(
-                    f"TpuKernel.{name} must be a positive multiple of {LANES}, the width of a vector register; got {tile}"
+                    f"TpuKernel.{name} must be a positive multiple of {LANES}, the width of a register; got {tile}"
                 )
 
     def forward(self, q, k, v, relation, rule, heads, before) -> Partial:
