@@ -101,7 +101,8 @@ def ring_attention(
       dropout_sequences: [B] integers that fit into int32, what dropout takes for the number of each sequence. None =
         its batch index; give them where a batch is one of several parts.
       strategy: "ring".
-      kernel: attention of one block against one block: "auto", "xla", or a `BlockKernel`.
+      kernel: attention of one block against one block: "auto" (the best one for the mesh's devices), "xla", "tpu", or
+        a `BlockKernel`.
       return_lse: also return the log-sum-exp.
 
     Returns:
@@ -131,7 +132,8 @@ def ring_attention(
     tokens = _tokens(q, k, mask, rule, segment_ids, positions, kv_segment_ids, kv_positions)
     if positions is None:
         mask = mask.within(k.shape[1])
-    ring = Ring(axes.seq, size, get_layout(layout), mask, rule, get_kernel(kernel))
+    block_kernel = get_kernel(kernel, _platform(mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh))
+    ring = Ring(axes.seq, size, get_layout(layout), mask, rule, block_kernel)
 
     fill_q, fill_k = (_Filling(ring.layout, x.shape[1], size) for x in (q, k))
     if fill_q.needed or fill_k.needed:
@@ -240,7 +242,8 @@ def ring_attention_shard(
     heads = _heads(slopes, seed, sequences, _numbers((axes.head,) if axes.head else (), num_heads))
     if positions is None:
         mask = mask.within(k.shape[1] * size)
-    ring = Ring(axes.seq, size, ring_layout, mask, rule, get_kernel(kernel))
+    block_kernel = get_kernel(kernel, _platform(jax.sharding.get_abstract_mesh()))
+    ring = Ring(axes.seq, size, ring_layout, mask, rule, block_kernel)
     inputs = _varying_alike((q, k, v, Side(*tokens, heads)), axes.seq)
     out, lse = attention(LocalProgram(ring), *inputs)  # type: ignore[misc]
     return _finished(out, lse, sinks, return_lse)
@@ -364,6 +367,12 @@ def _mesh(mesh: Mesh | AbstractMesh | None, seq_axis: str, q: Any) -> Mesh | Abs
     if mesh.empty:
         raise ValueError("ring_attention needs a mesh: pass mesh=..., or set one with jax.set_mesh")
     return mesh
+
+
+def _platform(mesh: AbstractMesh) -> str:
+    """Of the mesh's devices, which need not be this machine's; a mesh of no devices runs on jax's default ones."""
+    device = mesh.abstract_device
+    return jax.default_backend() if device is None else device.platform
 
 
 def _manual_axes() -> tuple[str, ...]:

@@ -135,9 +135,15 @@ def test_broken_values_stay_with_those_who_see_them(kernel):
     assert np.isfinite(np.delete(out, np.s_[4:8], axis=3)).all()
 
 
-def test_kernels_by_name():
-    assert get_kernel("auto") == get_kernel("xla") == XlaKernel()
+def test_kernels_by_name(caplog):
+    with caplog.at_level("DEBUG", "ringjax"):
+        assert get_kernel("auto", "cpu") == get_kernel("xla", "tpu") == XlaKernel()
+        assert get_kernel("auto", "tpu") == get_kernel("tpu", "tpu") == TpuKernel()
+    assert "attention kernel xla, since the devices are CPUs: they have none of their own" in caplog.text
+    assert "attention kernel tpu, since the devices are TPUs: it is fused for them" in caplog.text
     mine = XlaKernel(q_tile=64)
-    assert get_kernel(mine) is mine
+    assert get_kernel(mine, "cpu") is mine
     with pytest.raises(ValueError, match="unknown kernel 'magic'; the kernels are auto, xla"):
-        get_kernel("magic")
+        get_kernel("magic", "cpu")
+    with pytest.raises(ValueError, match="kernel 'tpu' runs on TPUs, and the devices here are CPUs; use 'auto'"):
+        get_kernel("tpu", "cpu")
