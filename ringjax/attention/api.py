@@ -101,8 +101,8 @@ def ring_attention(
       dropout_sequences: [B] integers that fit into int32, what dropout takes for the number of each sequence. None =
         its batch index; give them where a batch is one of several parts.
       strategy: "ring".
-      kernel: attention of one block against one block: "auto" (the best one for the mesh's devices), "xla", "tpu", or
-        a `BlockKernel`.
+      kernel: attention of one block against one block: "auto" (the best one for the mesh's devices), "xla", "tpu",
+        "gpu", or a `BlockKernel`.
       return_lse: also return the log-sum-exp.
 
     Returns:

@@ -148,6 +148,36 @@ def may_meet(mask: Mask, q: Tokens, k: Tokens) -> jax.Array | None:
     return None if meet is None else meet.any(-1)
 
 
+def must_meet(mask: Mask, q: Tokens, k: Tokens) -> jax.Array | None:
+    """Which pairs of tiles hold visible pairs of tokens only, judged by the ranges of positions and segments.
+
+    Args:
+      mask: as in `visible`.
+      q: the queries, with tokens of shape [tiles of queries, B or 1, tokens of a tile].
+      k: the keys, likewise.
+
+    Returns:
+      [tiles of queries, tiles of keys] bool; True is certain, False may be in vain. None if nothing is hidden.
+    """
+    meet = None
+    if q.positions is not None and k.positions is not None and not mask.is_full:
+        (q_low, q_high), (k_low, k_high) = _ranges(q.positions, k.positions)
+        meet = q_low >= k_high if mask.causal else None
+        if mask.window is not None:
+            near = (q_high <= k_low) | ((q_high - k_low).astype(np.uint32) < mask.window)
+            if not mask.causal:
+                near &= (k_high <= q_low) | ((k_high - q_low).astype(np.uint32) < mask.window)
+            meet = near if meet is None else meet & near
+        if mask.prefix_length is not None:
+            assert meet is not None, "a mask that is not full is causal or has a window"
+            meet = meet | (k_high < mask.prefix_length)
+    if q.segments is not None and k.segments is not None:
+        (q_low, q_high), (k_low, k_high) = _ranges(q.segments, k.segments)
+        same = (q_low == k_high) & (q_high == k_low) & (q_low == q_high) & (q_low >= 0)
+        meet = same if meet is None else meet & same
+    return None if meet is None else meet.all(-1)
+
+
 def _ranges(q: jax.Array, k: jax.Array) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
     """Lowest and highest of each tile, [q tiles, 1, B or 1] and [1, k tiles, B or 1]."""
     return (q.min(-1)[:, None], q.max(-1)[:, None]), (k.min(-1)[None], k.max(-1)[None])

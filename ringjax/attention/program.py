@@ -68,7 +68,7 @@ class GlobalProgram:
         # that depends on them becomes a select of mixed kinds.
         used = {self.axes.seq, *self.axes.batch, self.axes.head}
         tokens = jax.tree.leaves((side.q_tokens, side.k_tokens))
-        check = set(self.mesh.axis_names) <= used and not tokens
+        check = set(self.mesh.axis_names) <= used and not tokens and self.ring.kernel.check_vma
         return jax.shard_map(lap, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check)
 
     def _specs(self, side: Side) -> tuple[PartitionSpec, PartitionSpec, Side]:

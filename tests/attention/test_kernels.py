@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ringjax.attention import Mask
-from ringjax.attention.kernels import Lead, Order, Relation, TpuKernel, XlaKernel, get_kernel
+from ringjax.attention.kernels import GpuKernel, Lead, Order, Relation, TpuKernel, XlaKernel, get_kernel
 from ringjax.attention.mask import Tokens
 from ringjax.attention.scores import Heads, ScoreRule
 from ringjax.attention.softmax import Partial
@@ -19,6 +19,7 @@ KERNELS = [
     XlaKernel(q_tile=2, k_tile=3),
     TpuKernel(q_tile=8, k_tile=4, rows=8, interpret=True),
     TpuKernel(q_tile=5, k_tile=7, interpret=True),
+    GpuKernel(q_tile=4, k_tile=8, interpret=True),
 ]
 
 
@@ -115,7 +116,11 @@ def test_equals_the_formula(kernel, order, lead, q_len, k_len, packed, mask):
         np.testing.assert_allclose(mine, want, atol=1e-5)
 
 
-SMALL_TILES = [XlaKernel(q_tile=4, k_tile=4), TpuKernel(q_tile=4, k_tile=4, interpret=True)]
+SMALL_TILES = [
+    XlaKernel(q_tile=4, k_tile=4),
+    TpuKernel(q_tile=4, k_tile=4, interpret=True),
+    GpuKernel(q_tile=4, k_tile=4, interpret=True),
+]
 
 
 @pytest.mark.parametrize("kernel", SMALL_TILES, ids=str)

@@ -1,8 +1,9 @@
 """Attention of one block against one block: the interface and its implementations."""
 
 from ringjax.attention.kernels.base import BlockKernel, Lead, Order, Relation
+from ringjax.attention.kernels.gpu import GpuKernel
 from ringjax.attention.kernels.registry import get_kernel
 from ringjax.attention.kernels.tpu import TpuKernel
 from ringjax.attention.kernels.xla import XlaKernel
 
-__all__ = ["BlockKernel", "Lead", "Order", "Relation", "TpuKernel", "XlaKernel", "get_kernel"]
+__all__ = ["BlockKernel", "GpuKernel", "Lead", "Order", "Relation", "TpuKernel", "XlaKernel", "get_kernel"]

@@ -63,6 +63,11 @@ class BlockKernel(ABC):
 
     name: str
 
+    @property
+    def check_vma(self) -> bool:
+        """Whether jax can keep track of what varies over mesh axes inside the kernel."""
+        return True
+
     @abstractmethod
     def forward(
         self,

@@ -3,14 +3,15 @@
 import logging
 
 from ringjax.attention.kernels.base import BlockKernel
+from ringjax.attention.kernels.gpu import GpuKernel
 from ringjax.attention.kernels.tpu import TpuKernel
 from ringjax.attention.kernels.xla import XlaKernel
 
 logger = logging.getLogger(__name__)
 
-KERNELS: dict[str, BlockKernel] = {kernel.name: kernel for kernel in (XlaKernel(), TpuKernel())}
+KERNELS: dict[str, BlockKernel] = {kernel.name: kernel for kernel in (XlaKernel(), TpuKernel(), GpuKernel())}
 # The kernels that run on one kind of device only, and the best of each kind; elsewhere and everywhere: "xla".
-PLATFORMS = {"tpu": "tpu"}
+PLATFORMS = {"tpu": "tpu", "gpu": "gpu"}
 
 
 def get_kernel(kernel: str | BlockKernel, platform: str) -> BlockKernel:

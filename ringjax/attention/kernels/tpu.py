@@ -51,6 +51,10 @@ class TpuKernel(BlockKernel):
                     f"TpuKernel.{name} must be a positive multiple of {LANES}, the width of a register; got {tile}"
                 )
 
+    @property
+    def check_vma(self) -> bool:
+        return not self.interpret  # jax's interpreter of kernels loses track
+
     def forward(self, q, k, v, relation, rule, heads, before) -> Partial:
         q, k, v = (_supported(x) for x in (q, k, v))
         return self._program(q, k, v, relation, rule).forward(q, k, v, heads, before)

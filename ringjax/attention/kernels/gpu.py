@@ -1,0 +1,238 @@
+"""Block attention on NVIDIA GPUs: three Triton kernels written in Pallas.
+
+jax 0.12 still has Pallas's Triton backend and compiles these kernels, but warns that a later version will drop it.
+
+Forward and dq own a tile of queries and walk over tiles of keys; dk and dv own a tile of keys and walk over the
+queries of the heads that share it. The forward starts from what has been seen before and writes over it, so that
+merging costs no pass of its own.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ringjax.attention.kernels.base import BlockKernel, Relation
+from ringjax.attention.kernels.gpu_visits import Extent, Visits, all_clear, comparing, visits
+from ringjax.attention.mask import Tokens
+from ringjax.attention.scores import Heads, ScoreRule
+from ringjax.attention.softmax import Partial
+
+
+class Tiling(NamedTuple):
+    """How one kernel is cut: queries and keys of a tile, warps of a program, stages of its pipeline of loads."""
+
+    q: int
+    k: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class GpuKernel(BlockKernel):
+    """Fused attention for NVIDIA GPUs of compute capability 8.0 or later.
+
+    Attributes:
+      q_tile: queries of a tile in all kernels, a power of two; None = `tiling`'s choice, like the next three.
+      k_tile: keys of a tile, likewise.
+      num_warps: warps of 32 threads that run one program.
+      num_stages: tiles that are being loaded while one is at work, and that one.
+      interpret: run on any backend, slowly, without compiling for a GPU. Tiles may then have any size.
+    """
+
+    q_tile: int | None = None
+    k_tile: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
+    interpret: bool = False
+    name = "gpu"
+
+    def __post_init__(self) -> None:
+        for name in ("q_tile", "k_tile"):
+            tile = getattr(self, name)
+            if tile is not None and (tile < 1 or (not self.interpret and (tile < 16 or tile & (tile - 1)))):
+                raise ValueError(f"GpuKernel.{name} must be a power of two and at least 16, got {tile}")
+
+    @property
+    def check_vma(self) -> bool:
+        return not self.interpret  # jax's interpreter of kernels loses track
+
+    def forward(self, q, k, v, relation, rule, heads, before) -> Partial:
+        from ringjax.attention.kernels.gpu_bodies import forward
+
+        call = _Call(self, "forward", q, k, v, relation, rule, heads)
+        results = call.run(forward, (*before, q), (k, v), results=tuple(before), written_over=2)
+        return Partial(*results)
+
+    def backward(self, q, k, v, relation, rule, heads, lse, delta, dout):
+        from ringjax.attention.kernels.gpu_bodies import backward_kv, backward_q
+
+        of_q, of_k = (q, dout, lse, delta), (k, v)
+        (dq,) = _Call(self, "dq", q, k, v, relation, rule, heads).run(backward_q, of_q, of_k, results=(q,))
+        dk, dv = _Call(self, "dkv", q, k, v, relation, rule, heads).run(backward_kv, of_q, of_k, results=(k, v))
+        return dq, dk, dv
+
+    def tiling(self, what: str, dtype: Any, dim: int) -> Tiling:
+        """How the kernel `what` ("forward", "dq" or "dkv") is cut for heads of `dim`, the larger of D and Dv."""
+        chosen = _tiling(what, np.dtype(dtype).itemsize, dim)
+        given = (self.q_tile, self.k_tile, self.num_warps, self.num_stages)
+        return Tiling(*(a if a is not None else b for a, b in zip(given, chosen, strict=True)))
+
+
+def _tiling(what: str, itemsize: int, dim: int) -> Tiling:
+    """Tiles whose accumulators stay in registers and whose operands fit an A100's shared memory (163 KB).
+
+    Chosen by what the compiler reports for compute capability 8.0, 9.0 and 10.0, not by time: eight warps, since a
+    tile of 128 queries has 16,384 sums at D = 128, 64 registers a thread; for dk and dv, which have two accumulators,
+    more keys than queries, since each tile of queries is loaded once for each tile of keys. float32 has no tensor
+    cores (TF32 would round to 10 bits): its products are written out element by element, and larger tiles spill
+    kilobytes of registers.
+    """
+    if itemsize > 2:
+        return Tiling(32, 32, 8, 1) if dim <= 128 else Tiling(16, 16, 8, 1)
+    if dim <= 128:
+        return {"forward": Tiling(128, 64, 8, 3), "dq": Tiling(128, 64, 8, 2), "dkv": Tiling(32, 128, 8, 2)}[what]
+    if dim <= 256:
+        return {"forward": Tiling(64, 64, 8, 2), "dq": Tiling(32, 64, 8, 1), "dkv": Tiling(64, 32, 8, 1)}[what]
+    return Tiling(16, 32, 8, 1) if what != "dkv" else Tiling(32, 16, 8, 1)
+
+
+class _Call:
+    """One kernel over the arrays of a block pair."""
+
+    def __init__(
+        self, kernel: GpuKernel, what: str, q: Any, k: Any, v: Any, relation: Relation, rule: ScoreRule, heads: Heads
+    ) -> None:
+        from ringjax.attention.kernels.gpu_bodies import Case
+
+        self.batch, self.kv_heads, group, q_len, dim = q.shape
+        k_len, value_dim = k.shape[2], v.shape[-1]
+        self.kernel, self.what, self.by_keys = kernel, what, what == "dkv"
+        self.tiling = kernel.tiling(what, q.dtype, max(dim, value_dim))
+        of_q, of_k = Extent(q_len, _tile(q_len, self.tiling.q)), Extent(k_len, _tile(k_len, self.tiling.k))
+        if not rule.needs_positions and comparing(relation).is_full:
+            relation = _without_positions(relation)
+        edges = not all_clear(relation, of_k)
+        self.case = Case(
+            comparing(relation),
+            relation.lead.stride,
+            rule,
+            of_q,
+            of_k,
+            dim,
+            value_dim,
+            group,
+            edges,
+            self.by_keys,
+        )
+        ways = visits(relation, of_q, of_k, self.by_keys) if edges else Visits(None)  # type: ignore[arg-type]
+        by = jnp.asarray(relation.lead.by, jnp.int32).reshape(1)
+        self.sight = (ways, relation.q_tokens, relation.k_tokens, by, heads)
+
+    def run(self, body: Any, of_q: tuple, of_k: tuple, results: tuple, written_over: int = 0) -> list[jax.Array]:
+        """Run `body(case, sight, of_q, of_k, results)` in all programs.
+
+        Args:
+          body: gets references.
+          of_q: [B, K, G, Lq, ...] each.
+          of_k: [B, K, Lk, ...] each.
+          results: arrays of the shapes of the results, which are float32.
+          written_over: how many of the first arrays of queries are the memory of the results.
+        """
+        from jax.experimental import pallas as pl
+        from jax.experimental.pallas import triton
+
+        from ringjax.attention.kernels.gpu_bodies import Sight
+
+        case = self.case
+        own = case.k if self.by_keys else case.q
+
+        def kernel(of_q: tuple, of_k: tuple, sight: tuple, *results: Any) -> None:
+            body(case, Sight(*sight), of_q, of_k, results)
+
+        operands, axes = _varying_alike((of_q, of_k, self.sight))
+        q_blocks, k_blocks = (jax.tree.map(block, x) for block, x in zip(self._blocks, operands, strict=False))
+        return pl.pallas_call(
+            kernel,
+            out_shape=[jax.ShapeDtypeStruct(x.shape, jnp.float32, manual_axis_type=axes) for x in results],
+            grid=(own.tiles, 1 if self.by_keys else case.group, self.kv_heads, self.batch),
+            in_specs=(q_blocks, k_blocks, self._sight_blocks(operands[2])),
+            out_specs=[self._blocks[self.by_keys](x) for x in results],
+            input_output_aliases={i: i for i in range(written_over)},
+            compiler_params=triton.CompilerParams(num_warps=self.tiling.warps, num_stages=self.tiling.stages),
+            interpret=self.kernel.interpret,
+            name=f"attention_{self.what}",
+        )(*operands)
+
+    @property
+    def _blocks(self) -> tuple[Callable, Callable]:
+        """What a program gets of an array of queries and of one of keys: those of its sequence and key/value head.
+
+        Rows are filled up to whole tiles and head dims to a power of two, beyond the array; loads leave that out.
+        """
+        from jax.experimental import pallas as pl
+
+        def block(*sizes: int) -> Any:
+            return pl.BlockSpec((None, None, *sizes), lambda i, g, n, b: (b, n, *(0 for _ in sizes)))
+
+        def of_q(x: Any) -> Any:
+            return block(self.case.group, self.case.q.filled, *map(_width, x.shape[4:]))
+
+        def of_k(x: Any) -> Any:
+            return block(self.case.k.filled, *map(_width, x.shape[3:]))
+
+        return of_q, of_k
+
+    def _sight_blocks(self, sight: tuple) -> tuple:
+        from jax.experimental import pallas as pl
+
+        ways, q_tokens, k_tokens, _, heads = sight
+
+        def of_sequence(x: jax.Array, *block: int | None, own: bool = False) -> Any:
+            several = x.shape[0] > 1
+
+            def index(i: Any, g: Any, n: Any, b: Any) -> tuple:
+                return (b if several else 0, i, 0) if own else (b if several else 0, 0)
+
+            return pl.BlockSpec((None, *block), index)
+
+        def of_tokens(tokens: Tokens, extent: Extent) -> Any:
+            return jax.tree.map(lambda x: of_sequence(x, extent.filled), tokens)
+
+        return (
+            jax.tree.map(lambda x: of_sequence(x, None, x.shape[-1], own=True), ways),
+            of_tokens(q_tokens, self.case.q),
+            of_tokens(k_tokens, self.case.k),
+            pl.BlockSpec((1,), lambda i, g, n, b: (0,)),
+            jax.tree.map(lambda x: pl.BlockSpec((None, None, x.shape[-1]), lambda i, g, n, b: (b, n, 0)), heads),
+        )
+
+
+def _without_positions(relation: Relation) -> Relation:
+    q, k = relation.q_tokens, relation.k_tokens
+    return relation._replace(q_tokens=q._replace(positions=None), k_tokens=k._replace(positions=None))
+
+
+def _tile(length: int, most: int) -> int:
+    """Tiles of at most `most`, and no larger than a length needs; 16 is the least that tensor cores multiply."""
+    return min(most, max(16, 1 << (length - 1).bit_length()))
+
+
+def _width(dim: int) -> int:
+    """Triton's arrays have sizes that are powers of two, and 16 is the least that tensor cores multiply."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def _varying_alike(arrays: Any) -> tuple[Any, Any]:
+    """Arrays that vary over the same manual mesh axes, and these axes as a type for results."""
+    kinds = [jax.typeof(x).manual_axis_type for x in jax.tree.leaves(arrays)]
+    axes: frozenset[str] = frozenset().union(*(kind.varying for kind in kinds))
+
+    def add(x: jax.Array) -> jax.Array:
+        missing = tuple(axes - jax.typeof(x).manual_axis_type.varying)
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(add, arrays), jax.sharding.ManualAxisType(varying=axes)

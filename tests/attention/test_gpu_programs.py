@@ -1,0 +1,170 @@
+"""Programs for NVIDIA GPUs, compiled without one: every kernel, alone and in the ring, and the memory it takes.
+
+They need jax's CUDA plugin (`pip install jax-cuda13-plugin jax-cuda13-pjrt` of jax's version), which brings the
+compiler, and neither a driver nor a GPU.
+"""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from ringjax.attention import Mask, alibi_slopes, ring_attention
+from ringjax.attention.kernels import GpuKernel, Lead, Order, Relation
+from ringjax.attention.mask import Tokens
+from ringjax.attention.scores import Heads, ScoreRule
+from ringjax.attention.softmax import Partial
+
+PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+pytestmark = pytest.mark.skipif(
+    not any(map(importlib.util.find_spec, PLUGINS)),
+    reason=f"programs for NVIDIA GPUs are compiled by jax's CUDA plugin: none of {', '.join(PLUGINS)} is installed",
+)
+
+BATCH, HEADS, KV_HEADS, LENGTH = 1, 32, 8, 8192
+# Compute capability, cores, units in each, GHz, bytes of memory, bytes/s, bytes of L2, shared by a core and a block.
+GPUS = {
+    "A100": (8, 108, 64, 1.41, 85100068864, 2039040000000, 41943040, 167936, 166912),
+    "H100": (9, 132, 128, 1.98, 84942979072, 3352320000000, 52428800, 233472, 232448),
+    "B200": (10, 148, 128, 1.965, 191514411008, 7672320000000, 132644864, 233472, 232448),
+}
+
+
+def devices(gpu):
+    """Eight GPUs of one host, as the compiler sees them."""
+    major, cores, units, clock, memory, bandwidth, l2, of_core, of_block = GPUS[gpu]
+    feature = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
+    target = f"""
+        gpu_device_info {{
+          cuda_compute_capability {{ major: {major} minor: 0 {feature} }}
+          core_count: {cores} fpus_per_core: {units} clock_rate_ghz: {clock}
+          device_memory_size: {memory} memory_bandwidth: {bandwidth} l2_cache_size: {l2}
+          shared_memory_per_core: {of_core} shared_memory_per_block_optin: {of_block} shared_memory_per_block: 49152
+          threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+          block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+          registers_per_core_limit: 65536 registers_per_block_limit: 65536
+        }}
+        platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} device_description_str: "NVIDIA {gpu}"
+    """
+    return topologies.get_topology_desc("", "cuda", topology="1x1x8", target_config=target).devices
+
+
+PLAIN, EVERYTHING = ScoreRule(0.1), ScoreRule(0.1, softcap=20.0, dropout=0.1, alibi=True)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "dim", "order", "rule"),
+    [
+        ("A100", "bfloat16", 128, Order.SLOTS, PLAIN),
+        ("A100", "float16", 256, Order.ANY, EVERYTHING),
+        ("A100", "float32", 256, Order.SLOTS, PLAIN),
+        ("H100", "bfloat16", 80, Order.ANY, EVERYTHING),
+        ("H100", "float32", 128, Order.ALL, PLAIN),
+        ("B200", "bfloat16", 128, Order.ANY, EVERYTHING),
+        ("B200", "float32", 64, Order.SLOTS, PLAIN),
+    ],
+)
+def test_kernels_compile(gpu, dtype, dim, order, rule):
+    """They would not if they needed more shared memory than there is. 1000 queries and keys fill no tiles."""
+    kernel, length = GpuKernel(), 1000
+    sharding = NamedSharding(Mesh(np.array(devices(gpu)[:1]), ("device",)), PartitionSpec())
+
+    def like(*shape, dtype=dtype):
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
+
+    rows = (BATCH, KV_HEADS, HEADS // KV_HEADS, length)
+    q, dout, out, lse = (
+        like(*rows, dim),
+        like(*rows, dim),
+        like(*rows, dim, dtype="float32"),
+        like(*rows, dtype="float32"),
+    )
+    k, heads, tokens = (
+        like(BATCH, KV_HEADS, length, dim),
+        like(*rows[:3], dtype="float32"),
+        like(1, length, dtype="int32"),
+    )
+
+    def run(q, k, v, out, lse, dout, tokens, slopes):
+        positions = tokens if order is Order.ANY else None
+        relation = Relation(Mask(window=300), order, Lead(), *[Tokens(positions, positions)] * 2)
+        of_heads = Heads(slopes, slopes.astype(jnp.uint32)) if rule.alibi else Heads()
+        part = kernel.forward(q, k, v, relation, rule, of_heads, Partial(out, lse))
+        return part, kernel.backward(q, k, v, relation, rule, of_heads, lse, lse, dout)
+
+    text = jax.jit(run).lower(q, k, k, out, lse, dout, tokens, heads).compile().as_text() or ""
+    assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == 3
+
+
+def ring_program(gpu, ring, what, dim=128, dtype="bfloat16", placed=False, packed=False, **options):
+    """The forward lap, or the backward lap with the forward's residuals as input, at LENGTH tokens a device."""
+    mesh = Mesh(np.array(devices(gpu)[:ring]), ("seq",), axis_types=(AxisType.Auto,))
+    seq = ring * LENGTH
+
+    def like(*shape, dtype):
+        spec = PartitionSpec(None, "seq") if shape[1:2] == (seq,) else PartitionSpec()
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    def forward(q, k, v, tokens):
+        given = {"positions": tokens if placed else None, "segment_ids": tokens if packed else None}
+        return ring_attention(q, k, v, mesh=mesh, kernel=GpuKernel(), **given, **options)
+
+    def pulled(*inputs):
+        return jax.vjp(lambda q, k, v: forward(q, k, v, inputs[3]), *inputs[:3])[1]
+
+    q, k = (like(BATCH, seq, heads, dim, dtype=jnp.dtype(dtype)) for heads in (HEADS, KV_HEADS))
+    inputs = q, k, k, like(BATCH, seq, dtype=jnp.int32)
+    if what == "forward":
+        return jax.jit(forward).lower(*inputs).compile()
+    residuals = jax.tree.map(lambda x: like(*x.shape, dtype=x.dtype), jax.eval_shape(pulled, *inputs))
+    return jax.jit(lambda pullback, dout: pullback(dout)).lower(residuals, q).compile()
+
+
+def megabytes(program):
+    plan = program.memory_analysis()
+    assert plan is not None
+    return plan.temp_size_in_bytes / 1e6
+
+
+@pytest.mark.parametrize("what", ["forward", "backward"])
+def test_what_the_ring_holds(what):
+    """Queries and the result, two blocks that travel, and what a call on chunks works on.
+
+    On the way back kernels give shares of dq, dk and dv, in float32, and the ring holds them besides the sums.
+    """
+    dim = 128
+    queries, keys = (
+        BATCH * LENGTH * HEADS * dim / 1e6,
+        BATCH * LENGTH * KV_HEADS * 2 * dim / 1e6,
+    )  # numbers, not bytes
+    held = megabytes(ring_program("H100", 8, what, layout="zigzag"))
+    if what == "forward":
+        chunk = queries * 2 / 2  # of the queries; that of the result is written over
+        assert held <= 1.15 * (queries * (2 + 4) + 2 * keys * 2) + chunk, held
+    else:
+        sums = queries * 4 + 2 * keys * 4
+        shares = queries * 4 + 2 * keys * 4  # the last in two forms: apart, and side by side for the way
+        inputs = 2 * queries * 2 + 2 * keys * 2  # q, dout and two blocks
+        assert held <= 1.15 * (sums + shares + inputs), held
+
+
+@pytest.mark.parametrize(
+    ("gpu", "options"),
+    [
+        ("A100", {"layout": "zigzag", "packed": True, "mask": Mask(window=3000)}),
+        ("B200", {"placed": True}),
+        ("H100", {"layout": "striped", "softcap": 20.0, "alibi": True, "dropout_rate": 0.1, "dropout_seed": 3}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("what", ["forward", "backward"])
+def test_rings_compile(gpu, options, what):
+    slopes = alibi_slopes(HEADS) if options.get("alibi") else None
+    options = {name: value for name, value in options.items() if name != "alibi"}
+    text = ring_program(gpu, 4, what, alibi_slopes=slopes, **options).as_text() or ""
+    assert "collective-permute-start" in text
+    assert "__gpu$xla.gpu.triton" in text
