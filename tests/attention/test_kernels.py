@@ -17,8 +17,7 @@ KERNELS = [
     XlaKernel(q_tile=8, k_tile=4),
     XlaKernel(q_tile=10, k_tile=7),
     XlaKernel(q_tile=2, k_tile=3),
-    TpuKernel(q_tile=8, k_tile=4, rows=8, interpret=True),
-    TpuKernel(q_tile=5, k_tile=7, interpret=True),
+    TpuKernel(q_tile=5, k_tile=7, rows=5, interpret=True),
     GpuKernel(q_tile=4, k_tile=8, interpret=True),
 ]
 

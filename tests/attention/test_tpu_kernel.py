@@ -22,10 +22,10 @@ BARS = {"out": 2e-6, "lse": 2e-6, "dq": 1e-5, "dk": 1e-5, "dv": 1e-5}
         (1, "contiguous", NARROW, {"softcap": 2.0, "alibi": True, "dropout": 0.2, "value_dim": 6, "packed": True}),
         (2, "zigzag", SMALL, {"packed": True}),
         (2, "zigzag", SMALL, {"mask": Mask(window=7)}),
-        (4, "contiguous", SMALL, {}),
+        pytest.param(4, "contiguous", SMALL, {}, marks=pytest.mark.slow),
         (3, "striped", NARROW, {"mask": Mask(window=9), "alibi": True}),
         (2, "contiguous", SMALL, {"mask": Mask(causal=False, window=5, prefix_length=6)}),
-        (2, "zigzag", SMALL, {"mask": Mask(window=20), "placed": "shuffled"}),
+        pytest.param(2, "zigzag", SMALL, {"mask": Mask(window=20), "placed": "shuffled"}, marks=pytest.mark.slow),
     ],
 )
 def test_the_ring_equals_the_oracle(problem, mesh_of, ring, layout, kernel, options):
@@ -35,7 +35,7 @@ def test_the_ring_equals_the_oracle(problem, mesh_of, ring, layout, kernel, opti
     assert all(error <= BARS[name] for name, error in errors.items()), errors
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_half_precision_errs_no_more_than_the_specification(problem, dtype):
     case = problem(seq=24, batch=1, dtype=dtype)
     mine, theirs = (case.errors(case.run(1, "contiguous", kernel)) for kernel in (SMALL, XlaKernel()))
@@ -97,6 +97,13 @@ def test_lowers_for_tpus_where_jax_checks_what_differs_between_devices(mesh_of, 
 def test_tiles_must_fill_registers():
     with pytest.raises(ValueError, match=r"q_tile must be a positive multiple of 128.*got 100"):
         TpuKernel(q_tile=100)
+
+
+def test_blocks_of_too_many_tiles_are_refused():
+    x = jax.ShapeDtypeStruct((1, 2**19, 1, 128), jnp.bfloat16)
+    mesh = jax.make_mesh((1,), ("seq",), axis_types=(jax.sharding.AxisType.Auto,))
+    with pytest.raises(ValueError, match="give it larger tiles"):
+        jax.eval_shape(lambda x: ring_attention(x, x, x, mesh=mesh, kernel=TpuKernel()), x)
 
 
 @pytest.mark.parametrize(

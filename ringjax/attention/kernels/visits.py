@@ -15,8 +15,8 @@ from ringjax.attention.kernels.base import Order, Relation
 from ringjax.attention.kernels.tiles import candidates
 from ringjax.attention.mask import Tokens, may_meet, visible
 
-# The table lies in scalar memory, 4 bytes an entry.
-MOST_VISITS = 2**17
+# Entries of the table, 4 bytes each: three quarters of the scalar memory of a TPU core.
+MOST_ENTRIES = 3 * 2**16
 
 
 class Visits(NamedTuple):
@@ -80,11 +80,11 @@ class Cut:
         need = jnp.asarray(real) & need[:, pairs[:, 0], pairs[:, 1]]
         whole = np.all([(at < count - 1) | (not over) for at, count, over in self._ends(pairs)], axis=0)
         clear = clear[:, pairs[:, 0], pairs[:, 1]] & whole
-        if need.size > MOST_VISITS:
+        if len(pairs) + need.size > MOST_ENTRIES:
             raise ValueError(
-                f"kernel tpu visits at most {MOST_VISITS} pairs of tiles, and these blocks of {self.lengths} tokens, "
-                f"cut into tiles of {self.tiles}, have {need.shape[1]}, for {need.shape[0]} sequences: give larger "
-                "tiles, TpuKernel(q_tile=..., k_tile=...), or put fewer tokens on a device"
+                f"kernel tpu looks up at most {MOST_ENTRIES} entries for pairs of tiles, and {self.lengths} tokens in "
+                f"tiles of {self.tiles} take {len(pairs) + need.size}: give it larger tiles and the memory for them, "
+                "TpuKernel(q_tile=..., k_tile=..., vmem=...), or put fewer tokens on a device"
             )
         stays, comes = (pairs[:, 1], pairs[:, 0]) if keys_stay else (pairs[:, 0], pairs[:, 1])
         # The needed visit at or before each visit, or else the first one.
