@@ -82,7 +82,7 @@ class Cut:
         clear = clear[:, pairs[:, 0], pairs[:, 1]] & whole
         if len(pairs) + need.size > MOST_ENTRIES:
             raise ValueError(
-                f"kernel tpu looks up at most {MOST_ENTRIES} entries for pairs of tiles, and {self.lengths} tokens in "
+                f"kernel tpu looks up at most {MOST_ENTRIES} entries for pairs of tiles; {self.lengths} tokens in "
                 f"tiles of {self.tiles} take {len(pairs) + need.size}: give it larger tiles and the memory for them, "
                 "TpuKernel(q_tile=..., k_tile=..., vmem=...), or put fewer tokens on a device"
             )
