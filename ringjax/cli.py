@@ -120,7 +120,7 @@ def _add_compile(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser
         usage="ringjax compile CONFIG --topology NAME [key.path=value ...] [--json] [--save-text FILE]",
         description="Compile the whole train step for a TPU slice or for NVIDIA GPUs, without either, and say what "
         "it needs of each device: memory, FLOPs, whether every hop of the ring runs under a kernel, and what is sent "
-        "over which axis. The extra for the machine (tpu, cuda13) must be installed.",
+        "over which axis. The extra for the machine (tpu or cuda13-compiler) must be installed.",
         epilog="examples:\n  ringjax compile configs/quickstart.yaml --topology v5e:2x2\n"
         "  ringjax compile configs/quickstart.yaml --topology h100:4 --json",
         formatter_class=argparse.RawDescriptionHelpFormatter,

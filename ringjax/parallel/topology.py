@@ -159,7 +159,7 @@ def _gpus(name: str, chip: Chip, sizes: list[int]) -> Sequence[Any]:
             platform="cuda", topology_name="", topology=f"{hosts}x1x{each}", target_config=_target(chip)
         ).devices
     except (NotImplementedError, RuntimeError) as error:
-        raise _missing(name, "cuda13", error) from error
+        raise _missing(name, "cuda13-compiler", error) from error
 
 
 def _target(chip: Chip) -> str:

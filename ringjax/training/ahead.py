@@ -17,7 +17,8 @@ from ringjax.training.console import format_count
 from ringjax.training.patience import shown
 from ringjax.training.programs import build_programs, choose_vocab_size
 
-_OUT_OF_MEMORY = re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm")
+# "Used 20.50G of 15.75G hbm", or "the total memory required for HLO temporaries (154.55G) exceeds available HBM".
+_OUT_OF_MEMORY = re.compile(r"(?:Used |required for HLO temporaries \()([\d.]+)([KMGT]?)")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 

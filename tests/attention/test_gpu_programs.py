@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ringjax.attention import Mask, alibi_slopes, ring_attention
@@ -18,6 +17,7 @@ from ringjax.attention.kernels import GpuKernel, Lead, Order, Relation
 from ringjax.attention.mask import Tokens
 from ringjax.attention.scores import Heads, ScoreRule
 from ringjax.attention.softmax import Partial
+from ringjax.parallel import get_topology
 
 PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 pytestmark = pytest.mark.skipif(
@@ -26,31 +26,11 @@ pytestmark = pytest.mark.skipif(
 )
 
 BATCH, HEADS, KV_HEADS, LENGTH = 1, 32, 8, 8192
-# Compute capability, cores, units in each, GHz, bytes of memory, bytes/s, bytes of L2, shared by a core and a block.
-GPUS = {
-    "A100": (8, 108, 64, 1.41, 85100068864, 2039040000000, 41943040, 167936, 166912),
-    "H100": (9, 132, 128, 1.98, 84942979072, 3352320000000, 52428800, 233472, 232448),
-    "B200": (10, 148, 128, 1.965, 191514411008, 7672320000000, 132644864, 233472, 232448),
-}
 
 
 def devices(gpu):
     """Eight GPUs of one host, as the compiler sees them."""
-    major, cores, units, clock, memory, bandwidth, l2, of_core, of_block = GPUS[gpu]
-    feature = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
-    target = f"""
-        gpu_device_info {{
-          cuda_compute_capability {{ major: {major} minor: 0 {feature} }}
-          core_count: {cores} fpus_per_core: {units} clock_rate_ghz: {clock}
-          device_memory_size: {memory} memory_bandwidth: {bandwidth} l2_cache_size: {l2}
-          shared_memory_per_core: {of_core} shared_memory_per_block_optin: {of_block} shared_memory_per_block: 49152
-          threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
-          block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-          registers_per_core_limit: 65536 registers_per_block_limit: 65536
-        }}
-        platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} device_description_str: "NVIDIA {gpu}"
-    """
-    return topologies.get_topology_desc("", "cuda", topology="1x1x8", target_config=target).devices
+    return get_topology(f"{gpu}:8").devices
 
 
 PLAIN, EVERYTHING = ScoreRule(0.1), ScoreRule(0.1, softcap=20.0, dropout=0.1, alibi=True)
@@ -59,13 +39,13 @@ PLAIN, EVERYTHING = ScoreRule(0.1), ScoreRule(0.1, softcap=20.0, dropout=0.1, al
 @pytest.mark.parametrize(
     ("gpu", "dtype", "dim", "order", "rule"),
     [
-        ("A100", "bfloat16", 128, Order.SLOTS, PLAIN),
-        ("A100", "float16", 256, Order.ANY, EVERYTHING),
-        ("A100", "float32", 256, Order.SLOTS, PLAIN),
-        ("H100", "bfloat16", 80, Order.ANY, EVERYTHING),
-        ("H100", "float32", 128, Order.ALL, PLAIN),
-        ("B200", "bfloat16", 128, Order.ANY, EVERYTHING),
-        ("B200", "float32", 64, Order.SLOTS, PLAIN),
+        ("a100", "bfloat16", 128, Order.SLOTS, PLAIN),
+        ("a100", "float16", 256, Order.ANY, EVERYTHING),
+        ("a100", "float32", 256, Order.SLOTS, PLAIN),
+        ("h100", "bfloat16", 80, Order.ANY, EVERYTHING),
+        ("h100", "float32", 128, Order.ALL, PLAIN),
+        ("b200", "bfloat16", 128, Order.ANY, EVERYTHING),
+        ("b200", "float32", 64, Order.SLOTS, PLAIN),
     ],
 )
 def test_kernels_compile(gpu, dtype, dim, order, rule):
@@ -141,7 +121,7 @@ def test_what_the_ring_holds(what):
         BATCH * LENGTH * HEADS * dim / 1e6,
         BATCH * LENGTH * KV_HEADS * 2 * dim / 1e6,
     )  # numbers, not bytes
-    held = megabytes(ring_program("H100", 8, what, layout="zigzag"))
+    held = megabytes(ring_program("h100", 8, what, layout="zigzag"))
     if what == "forward":
         chunk = queries * 2 / 2  # of the queries; that of the result is written over
         assert held <= 1.15 * (queries * (2 + 4) + 2 * keys * 2) + chunk, held
@@ -155,9 +135,9 @@ def test_what_the_ring_holds(what):
 @pytest.mark.parametrize(
     ("gpu", "options"),
     [
-        ("A100", {"layout": "zigzag", "packed": True, "mask": Mask(window=3000)}),
-        ("B200", {"placed": True}),
-        ("H100", {"layout": "striped", "softcap": 20.0, "alibi": True, "dropout_rate": 0.1, "dropout_seed": 3}),
+        ("a100", {"layout": "zigzag", "packed": True, "mask": Mask(window=3000)}),
+        ("b200", {"placed": True}),
+        ("h100", {"layout": "striped", "softcap": 20.0, "alibi": True, "dropout_rate": 0.1, "dropout_seed": 3}),
     ],
     ids=str,
 )

@@ -32,7 +32,7 @@ def test_names_that_are_no_machine(name, message):
 
 @pytest.mark.parametrize(
     ("name", "plugin", "extra"),
-    [("v5e:2x2", "libtpu", "tpu"), ("h100:4x8", "jax_cuda13_plugin", "cuda13")],
+    [("v5e:2x2", "libtpu", "tpu"), ("h100:4x8", "jax_cuda13_plugin", "cuda13-compiler")],
 )
 def test_a_missing_plugin_is_named_by_its_extra(name, plugin, extra):
     assert importlib.util.find_spec(plugin) is None, "accelerators' plugins stay out of this environment"

@@ -1,0 +1,67 @@
+"""`ringjax compile` with real compilers, where one is installed: a pod's program, read without the pod."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = "import sys; from ringjax.cli import main; sys.exit(main())"
+
+TINY = [
+    *("model.layers=2", "model.dim=256", "model.heads=4", "model.kv_heads=2", "model.head_dim=128"),
+    *("model.mlp_dim=512", "data.seq_len=32768", "data.batch=1", "train.precision=bfloat16", "mesh.seq=8"),
+]
+TPU = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra tpu")
+GPU = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs the extra cuda13-compiler"
+)
+
+
+def run(topology: str, *settings: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own: flags of these tests' CPU devices mean nothing to other compilers, and end them."""
+    command = ["compile", "configs/quickstart.yaml", "--topology", topology, "--json", *TINY, *settings]
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM, *command],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=800,
+    )
+
+
+def compiled(topology: str, *settings: str) -> dict:
+    done = run(topology, *settings)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("topology", [pytest.param("v5p:2x2x2", marks=TPU), pytest.param("h100:8", marks=GPU)])
+def test_a_step_of_eight_devices(topology):
+    found = compiled(topology)
+    assert found["devices"] == 8
+    # In each of 2 layers 7 hops forward; 7 of blocks and 7 of their gradients backward.
+    assert found["hops"] == 2 * 3 * 7
+    assert found["hops_covered"] == found["hops"]
+    assert 0 < found["memory"]["peak"] < found["memory"]["available"]
+    assert {tuple(one["axes"]) for one in found["traffic"]} == {("seq",)}
+
+
+@TPU
+def test_inputs_of_layers_wait_on_the_host():
+    inputs = 2 * 32768 // 8 * 256 * 2  # layers, tokens of a device, dim, bytes
+    # What is on its way is there twice.
+    assert inputs <= compiled("v5p:2x2x2", "train.offload=true")["memory"]["host"] <= 2 * inputs
+
+
+@TPU
+def test_what_does_not_fit_says_by_how_much():
+    done = run("v5e:2x2", "model.layers=40", "model.dim=8192", "model.mlp_dim=32768", "mesh.seq=4")
+    assert done.returncode == 1
+    assert "too much. What helps: train.offload=true" in done.stderr
