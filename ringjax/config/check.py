@@ -14,6 +14,7 @@ from ringjax.config.schema import Config, DataConfig
 
 # With model.vocab_size null, the embedding has the tokenizer's size rounded up to a multiple of this.
 VOCAB_MULTIPLE = 64
+LARGEST = 2**31  # what fits into the integers of a program
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,20 @@ def check_config(config: Config) -> list[Problem]:
       >>> problems[0].keys
       ('model.heads', 'model.kv_heads')
     """
+    if too_large := list(_sizes(config)):
+        return too_large
     rules = (_processes, _model, _pipeline, _offload, _tensor, _embed, _batch, _sequence, _source)
     return [problem for rule in rules for problem in rule(config)]
+
+
+def _sizes(config: Config) -> Iterator[Problem]:
+    """No run has this many of anything, and the other rules would compute with it."""
+    for section, values in config.model_dump().items():
+        for name, value in values.items():
+            numbers = value if isinstance(value, tuple | list) else (value,)
+            for number in numbers:
+                if isinstance(number, int) and abs(number) >= LARGEST and name != "seed":
+                    yield Problem((f"{section}.{name}",), f"{number} is too large; it must be below {LARGEST:,}")
 
 
 def _processes(config: Config) -> Iterator[Problem]:
@@ -106,14 +119,14 @@ def _model(config: Config) -> Iterator[Problem]:
 def _pipeline(config: Config) -> Iterator[Problem]:
     stages, train = config.mesh.stage, config.train
     if stages == 1:
-        for name, unused in (("microbatches", None), ("rounds", 1)):
-            if (value := getattr(train, name)) != unused:
-                yield Problem(
-                    (f"train.{name}", "mesh.stage"),
-                    f"{value} would change nothing, because mesh.stage = 1 is no pipeline; raise mesh.stage, or "
-                    f"leave train.{name} out"
-                    + ("; optim.accumulate cuts a batch into parts" if unused is None else ""),
-                )
+        if train.microbatches is not None:
+            yield Problem(
+                ("train.microbatches", "mesh.stage"),
+                f"{train.microbatches} would change nothing, because mesh.stage = 1 is no pipeline; raise "
+                "mesh.stage, or leave train.microbatches out; optim.accumulate cuts a batch into parts",
+            )
+        # Rounds are how a run's weights are stacked: it keeps them when it goes on without a pipeline.
+        yield from _multiple(config, "model.layers", ("train.rounds",), "each round has as many layers")
         return
     reason = "each stage holds as many layers in every round"
     layers, length = config.model.layers, len(config.model.windows)

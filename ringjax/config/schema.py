@@ -164,7 +164,9 @@ class TrainConfig(Section):
         description="parts of a batch that follow each other through the stages; null = as many as stages",
     )
     rounds: Count = Field(
-        default=1, description="groups of layers on each stage: the more, the shorter the bubble (circular schedule)"
+        default=1,
+        description="groups of layers on each stage: the more, the shorter the bubble (circular schedule); a run "
+        "keeps its number on every mesh",
     )
     sample_tokens: NonNegative = Field(default=200, description="tokens of text generated at the end; 0 = none")
 

@@ -108,6 +108,9 @@ class Decoder(nnx.Module):
             raise ValueError(
                 f"offload keeps the inputs of blocks, and remat='none' keeps more: use {', '.join(KEPT)}"
             )
+        for name, value in (("rounds", rounds), ("microbatches", microbatches)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
         if config.layers % rounds:
             raise ValueError(f"layers must be a multiple of rounds; got {config.layers} layers in {rounds} rounds")
         self.config = config

@@ -24,7 +24,7 @@ def launch_local(arguments: Sequence[str], count: int) -> int:
       count: processes.
 
     Returns:
-      The exit status of the first process that failed, else 0.
+      The exit status of the first process that failed, else 0; for one ended by a signal, 128 and its number.
     """
     with socket.create_server(("127.0.0.1", 0)) as server:
         coordinator = f"127.0.0.1:{server.getsockname()[1]}"
@@ -49,18 +49,31 @@ def _wait(processes: Sequence[subprocess.Popen]) -> int:
         if failed:
             return _end_others(processes, failed[0])
         time.sleep(_PAUSE_S)
-    return next((state for state in states if state), 0)
+    failed = [index for index, state in enumerate(states) if state]
+    return _status(processes, failed[0]) if failed else 0
 
 
 def _end_others(processes: Sequence[subprocess.Popen], failed: int) -> int:
     """Let the others end by themselves, as they do when all of them stop, or end them."""
-    status = processes[failed].returncode
+    status = _status(processes, failed)
     deadline = time.monotonic() + _PATIENCE_S
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
         time.sleep(_PAUSE_S)
     if any(process.poll() is None for process in processes):
-        print(f"process {failed} ended with status {status}: ending the others", file=sys.stderr)
+        print("ending the others", file=sys.stderr)
     return status
+
+
+def _status(processes: Sequence[subprocess.Popen], index: int) -> int:
+    """The exit status of a process, as a shell would give it; a violent end is told."""
+    status = processes[index].returncode
+    if status >= 0:
+        return status
+    name = signal.Signals(-status).name
+    print(
+        f"process {index} was ended by {name}; the same command continues from the last checkpoint", file=sys.stderr
+    )
+    return 128 - status
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from ringjax.parallel.placement import MeshError, crossings, place, product
 
 # Slowest links first: `jax.make_mesh` gives the last axes the fastest ones, and tensor and seq talk in every layer.
 AXES = ("stage", "data", "fsdp", "seq", "tensor")
+MOST_CPUS = 1024  # virtual devices: each takes memory and threads, and a slip of the pen should not take all of them
 HOST_MEMORY = "pinned_host"  # jax's name of the host memory that an accelerator reaches by itself
 
 
@@ -95,7 +96,7 @@ def _devices(config: MeshConfig, platform: str, processes: int = 1) -> list[Any]
     """All devices of the platform; at least as many as the mesh needs."""
     needed = _size(config)
     if platform in ("auto", "cpu"):
-        _ask_for_cpus(-(-needed // processes), only=platform == "cpu")
+        _ask_for_cpus(min(-(-needed // processes), MOST_CPUS), only=platform == "cpu")
     try:
         devices = jax.devices() if platform == "auto" else jax.devices(platform)
     except RuntimeError as error:
@@ -105,6 +106,11 @@ def _devices(config: MeshConfig, platform: str, processes: int = 1) -> list[Any]
         ) from error
     if len(devices) >= needed:
         return devices
+    if devices[0].platform == "cpu" and needed > MOST_CPUS * processes:
+        raise MeshError(
+            f"the mesh needs {needed} devices ({product(_sizes(config))}), and a CPU plays at most {MOST_CPUS}; "
+            f"lower mesh.{_largest(config)} or another axis (ringjax compile takes larger meshes)"
+        )
     if devices[0].platform == "cpu":
         raise MeshError(
             f"the mesh needs {needed} devices ({product(_sizes(config))}), and jax has already started with "

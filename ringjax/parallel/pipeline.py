@@ -46,6 +46,10 @@ class Schedule:
     microbatches: int
 
     def __post_init__(self):
+        for name in ("stages", "rounds", "microbatches"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
         if self.microbatches % self.stages:
             raise ValueError(
                 f"microbatches must be a multiple of the stages, so that each stage holds as many of them; got "
@@ -81,8 +85,12 @@ def run_pipeline(
 
     Returns:
       [B, S, M], in the rows' order.
+
+    Raises:
+      ValueError: the schedule is not that of the mesh, of the weights or of the batch.
     """
     P, V, M = schedule.stages, schedule.rounds, schedule.microbatches
+    _check(schedule, weights, x_BSM, tokens)
     each, last = M // P, P - 1
     stage_P = jnp.arange(P)
     weights = jax.tree.map(lambda w: _by_stage(w, P), weights)
@@ -120,6 +128,27 @@ def run_pipeline(
     waiting = jnp.roll(waiting, -last % each, axis=1)  # outputs, and their places, are P - 1 ticks behind inputs
     out_BSM = rearrange(waiting, "P C (d b) S M -> (P d C b) S M", d=device_count("batch"))
     return constrain(out_BSM, "rows", "seq", "embed")
+
+
+def _check(schedule: Schedule, weights: Any, x_BSM: jax.Array, tokens: Any) -> None:
+    """Sizes that do not go together would give wrong numbers: jax clamps indices."""
+    P, V, M = schedule.stages, schedule.rounds, schedule.microbatches
+    if (stages := device_count("stage")) != P:
+        raise ValueError(f"the schedule has {P} stages, and the mesh {stages}; make them equal")
+    for shape in {w.shape[:2] for w in jax.tree.leaves(weights)}:
+        if len(shape) < 2 or shape[0] != V or shape[1] % P:
+            raise ValueError(
+                f"weights must be [V, N / V, ...] with V = {V} rounds, and N / V a multiple of {P} stages; got "
+                f"{shape} as the first two sizes"
+            )
+    rows, pieces = x_BSM.shape[0], M * device_count("batch")
+    if rows % pieces:
+        raise ValueError(
+            f"the batch must be a multiple of {M} microbatches times {device_count('batch')} devices along data and "
+            f"fsdp = {pieces}; got {rows}"
+        )
+    if other := {x.shape[0] for x in jax.tree.leaves(tokens)} - {rows}:
+        raise ValueError(f"tokens must have as many rows as the batch, {rows}; got {', '.join(map(str, other))}")
 
 
 def _microbatches(x: jax.Array, stages: int, each: int) -> jax.Array:

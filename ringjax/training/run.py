@@ -1,7 +1,10 @@
 """A whole run for a person: the table at the start, progress, and what came of it."""
 
+import jax
+
 from ringjax.config import Config
 from ringjax.models import count_parameters
+from ringjax.parallel import ProcessesError
 from ringjax.training.console import Console, format_count, plural
 from ringjax.training.faults import EXIT_AGAIN, StopSignals
 from ringjax.training.trainer import Trainer
@@ -24,7 +27,15 @@ def run(config: Config) -> int:
         console.table(_summary(trainer))
         for note in trainer.notes:
             console.line(note)
-        _train(trainer, console, stop)
+        try:
+            _train(trainer, console, stop)
+        except jax.errors.JaxRuntimeError as error:
+            if jax.process_count() == 1:
+                raise
+            raise ProcessesError(
+                f"the processes lost each other after step {trainer.done} ({str(error).splitlines()[0]}); look at "
+                "the logs of the others. The same command, in all processes, continues from the last checkpoint"
+            ) from error
         folder = trainer.folder
         if (stop.requested or trainer.agreed_to_stop) and trainer.done < config.train.steps:
             done, steps = trainer.done, config.train.steps

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ringjax.config import Config, ConfigError, UserError, dump_config, load_config
+from ringjax.config.dialect import shown
 from ringjax.training.checkpoint import finished_steps
 
 _PROBE_BYTES = 1 << 16
@@ -118,7 +119,7 @@ class RunFolder:
                 "Put the file back as it was, or use another run.dir"
             ) from error
         old, new = dict(_deciding(earlier)), dict(_deciding(config))
-        changed = [f"  {key}: {_shown(old[key])} -> {_shown(new[key])}" for key in new if old[key] != new[key]]
+        changed = [f"  {key}: {shown(old[key])} -> {shown(new[key])}" for key in new if old[key] != new[key]]
         if changed:
             raise RunFolderError(
                 f"{self.path} holds a run with other settings, which this one cannot continue (old -> new):\n"
@@ -127,18 +128,19 @@ class RunFolder:
             )
 
 
+# How much is computed at a time, and how often a run is measured: what is computed stays the same.
+_FREE = {"model.mlp_chunk", "model.loss_chunk", "optim.accumulate", "data.eval_batches"}
+
+
 def _deciding(config: Config) -> Iterator[tuple[str, Any]]:
     """The settings that decide the numbers of a run, by key path."""
     for section in ("model", "data", "optim"):
         for key, value in config.model_dump()[section].items():
-            yield f"{section}.{key}", value
+            if f"{section}.{key}" not in _FREE:
+                yield f"{section}.{key}", value
     yield "run.seed", config.run.seed
     yield "train.precision", config.train.precision
     yield "train.rounds", config.train.rounds  # not the numbers, but how checkpoints hold them
-
-
-def _shown(value: Any) -> str:
-    return "null" if value is None else str(value)
 
 
 def _make(path: Path) -> list[Path]:

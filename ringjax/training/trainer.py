@@ -121,7 +121,7 @@ class Trainer:
     def steps(self, stop: StopSignals | None = None) -> Iterator[StepResult]:
         """Train to `train.steps`, yielding the result of every step.
 
-        Results come one step late, while the devices are at work on the next one. Evaluations, metrics.jsonl,
+        Results come one step late, while the accelerators are at work on the next one. Evaluations, metrics.jsonl,
         TensorBoard and checkpoints happen on the way, as the settings say, and the last state is saved. A caller
         that drops the iterator half-way gets no such last checkpoint.
 
@@ -134,8 +134,7 @@ class Trainer:
         train, late = self.config.train, None
         with closing(self.data.train.batches(self.done, self._part)) as batches:
             while self.done < train.steps and not self._stops(stop):
-                if late is not None and all(x.is_ready() for x in late[1].values()):
-                    # Where a call returns only when its work is done, its time is over before the next one begins.
+                if late is not None and self._at_once:
                     yield self._finish(*late)
                     late = None
                 with self._meter.waiting():
@@ -195,6 +194,9 @@ class Trainer:
         self.mesh = make_mesh(config.mesh, config.run.platform)
         if config.train.offload:
             check_host_memory(self.mesh)
+        # CPU devices work on the cores that this program runs on: nothing is won by running ahead of them, and the
+        # time of each step is its own.
+        self._at_once = self.mesh.devices.flat[0].platform == "cpu"
         self._set_compilation_cache()
         self._resources.enter_context(jax.set_mesh(self.mesh))
 

@@ -32,6 +32,7 @@ def test_defaults_are_possible():
         {"mesh__stage": 2, "model__layers": 12, "train__rounds": 3, "model__window": (64, None)},
         {"model__layers": 5, "model__window": [64, None]},
         {"train__offload": True},
+        {"train__rounds": 2},  # a run that began as a pipeline goes on without one
         {"train__offload": True, "mesh__stage": 2, "train__scan_layers": False},
         {"processes__detect": True},
         {"processes__count": 2, "processes__index": 1, "processes__coordinator": "[::1]:4567", "mesh__seq": 4},
@@ -172,10 +173,10 @@ def test_possible_combinations(values):
             "2 processes cannot have equal numbers of the mesh's 1 CPU devices; use a divisor of 1",
         ),
         (
-            {"train__rounds": 2},
-            ("train.rounds", "mesh.stage"),
-            "2 would change nothing, because mesh.stage = 1 is no pipeline; raise mesh.stage, or leave "
-            "train.rounds out",
+            {"train__rounds": 3},
+            ("model.layers", "train.rounds"),
+            "4 is not a multiple of train.rounds = 3 (each round has as many layers); use model.layers = 3 or 6, or "
+            "train.rounds = 2",
         ),
         (
             {"data__seq_len": 4092, "mesh__seq": 4},
@@ -239,4 +240,6 @@ def test_all_impossible_combinations_at_once():
 
 def test_absurd_sizes_are_answered_at_once():
     config = build(model__heads=10**18 + 9, model__kv_heads=10**18)
-    assert [problem.keys[0] for problem in check_config(config)] == ["model.heads"]
+    assert [problem.keys[0] for problem in check_config(config)] == ["model.heads", "model.kv_heads"]
+    (problem,) = check_config(build(model__window=(8, 2**31)))
+    assert str(problem) == "model.window: 2147483648 is too large; it must be below 2,147,483,648"

@@ -55,6 +55,13 @@ def test_accelerators_are_counted(monkeypatch):
     assert start_devices(MeshConfig(seq=4), "auto") == []
 
 
+def test_a_cpu_plays_so_many_devices_and_no_more():
+    with pytest.raises(
+        MeshError, match=r"needs 100000 devices \(data=100000\), and a CPU plays at most 1024; lower mesh.data"
+    ):
+        start_devices(MeshConfig(data=100_000), "cpu")
+
+
 def test_host_memory_must_be_another_one():
     with pytest.raises(MeshError, match=r"these are CPU devices\. Set train\.offload=false"):
         check_host_memory(make_mesh(MeshConfig(), "cpu"))

@@ -27,6 +27,39 @@ def test_microbatches_must_fill_the_stages():
         Schedule(stages=4, rounds=1, microbatches=6)
 
 
+@pytest.mark.parametrize("value", [0, -1, 2.0, True, "2"])
+def test_numbers_of_a_schedule_are_counts(value):
+    for name in ("stages", "rounds", "microbatches"):
+        with pytest.raises(ValueError, match=f"{name} must be an integer of at least 1, got {value!r}"):
+            Schedule(**{"stages": 1, "rounds": 1, "microbatches": 1} | {name: value})
+
+
+@pytest.mark.parametrize(
+    ("schedule", "shape", "rows", "message"),
+    [
+        ((2, 1, 2), (2, 2), 8, r"V = 1 rounds.*got \(2, 2\)"),  # half of the layers would never run
+        ((2, 2, 2), (1, 4), 8, r"V = 2 rounds.*got \(1, 4\)"),
+        ((2, 2, 2), (3, 2), 8, r"V = 2 rounds.*got \(3, 2\)"),
+        ((2, 1, 2), (1, 3), 8, r"a multiple of 2 stages; got \(1, 3\)"),
+        ((4, 1, 4), (1, 4), 8, "the schedule has 4 stages, and the mesh 2"),
+        ((2, 1, 4), (1, 2), 6, r"a multiple of 4 microbatches times 1 devices.*got 6"),
+    ],
+)
+def test_a_schedule_that_does_not_fit_is_refused(schedule, shape, rows, message):
+    weights, x = jnp.ones((*shape, DIM, DIM)), jnp.ones((rows, SEQ, DIM))
+    with jax.set_mesh(make_mesh(MeshConfig(stage=2))), pytest.raises(ValueError, match=message):
+        run_pipeline(group, Schedule(*schedule), weights, x, (jnp.ones((rows, SEQ)), None))
+
+
+def test_tokens_of_another_batch_are_refused():
+    weights, x = jnp.ones((1, 2, DIM, DIM)), jnp.ones((8, SEQ, DIM))
+    with (
+        jax.set_mesh(make_mesh(MeshConfig(stage=2))),
+        pytest.raises(ValueError, match="as many rows as the batch, 8; got 4"),
+    ):
+        run_pipeline(group, Schedule(2, 1, 2), weights, x, (jnp.ones((4, SEQ)), None))
+
+
 def layer(x, weight, known):
     """Each layer and row is another function, and rows do not mix."""
     shift, _ = known

@@ -80,6 +80,10 @@ def test_settings_are_written_whole_or_not_at_all(used, base, monkeypatch):
         ("attention", "layout", "striped"),
         ("train", "steps", 999),
         ("run", "platform", "cpu"),
+        ("model", "mlp_chunk", 7),
+        ("model", "loss_chunk", 9),
+        ("optim", "accumulate", 2),
+        ("data", "eval_batches", 1),
         ("run", "compilation_cache", "cache"),
     ],
 )

@@ -244,6 +244,12 @@ def test_the_state_is_donated(small, tmp_path):
         assert all(leaf.is_deleted() for leaf in first)
 
 
+def test_a_cpus_step_is_over_before_the_next_one_begins(small, tmp_path):
+    with Trainer(small(tmp_path / "run", *SAVING)) as trainer:
+        for result in trainer.steps():
+            assert result.step == trainer.done  # so that the time of each step is its own
+
+
 def poisoned(steps: Iterator[StepResult], trainer: Trainer) -> Iterator[StepResult]:
     """After step 12 the weights are no longer numbers."""
     for result in steps:
