@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ringjax.attention.kernels.base import BlockKernel, Relation
-from ringjax.attention.kernels.visits import Cut
+from ringjax.attention.kernels.tpu_visits import Cut
 from ringjax.attention.scores import ScoreRule
 from ringjax.attention.softmax import Partial
 

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ringjax.attention.kernels.base import Order
-from ringjax.attention.kernels.visits import Cut, lead_by
+from ringjax.attention.kernels.tpu_visits import Cut, lead_by
 from ringjax.attention.mask import Tokens, visible
 from ringjax.attention.scores import Heads, ScoreRule, alibi_bias, keep
 from ringjax.attention.softmax import Partial, finite_or_zero
