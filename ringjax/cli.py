@@ -73,6 +73,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    """A file and overrides."""
+    parser.add_argument("config", metavar="CONFIG", help="YAML file with the settings that differ from the defaults")
+    parser.add_argument(
+        "overrides", metavar="key.path=value", nargs="*", default=[], help="settings that replace those of the file"
+    )
+
+
+def _add_traceback(parser: argparse.ArgumentParser) -> None:
+    """What every command takes."""
+    parser.add_argument("--traceback", action="store_true", help="show where in the code an error was found")
+
+
 def _add_train(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """`ringjax train`."""
     parser = subparsers.add_parser(
@@ -83,11 +96,8 @@ def _add_train(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         epilog=f"{_TRAIN_EXAMPLES}\n\n{_settings_help()}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("config", metavar="CONFIG", help="YAML file with the settings that differ from the defaults")
-    parser.add_argument(
-        "overrides", metavar="key.path=value", nargs="*", default=[], help="settings that replace those of the file"
-    )
-    parser.add_argument("--traceback", action="store_true", help="show where in the code an error was found")
+    _add_settings(parser)
+    _add_traceback(parser)
     parser.set_defaults(command=_train)
 
 
@@ -104,11 +114,8 @@ def _add_launch(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]
     )
     parser.add_argument("where", choices=["local"], help="on this machine")
     parser.add_argument("--procs", type=int, required=True, metavar="N", help="processes")
-    parser.add_argument("config", metavar="CONFIG", help="YAML file with the settings that differ from the defaults")
-    parser.add_argument(
-        "overrides", metavar="key.path=value", nargs="*", default=[], help="settings that replace them"
-    )
-    parser.add_argument("--traceback", action="store_true", help="show where in the code an error was found")
+    _add_settings(parser)
+    _add_traceback(parser)
     parser.set_defaults(command=_launch)
 
 
@@ -125,10 +132,7 @@ def _add_compile(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser
         "  ringjax compile configs/quickstart.yaml --topology h100:4 --json",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("config", metavar="CONFIG", help="YAML file with the settings that differ from the defaults")
-    parser.add_argument(
-        "overrides", metavar="key.path=value", nargs="*", default=[], help="settings that replace those of the file"
-    )
+    _add_settings(parser)
     parser.add_argument(
         "--topology",
         required=True,
@@ -138,7 +142,7 @@ def _add_compile(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--save-text", metavar="FILE", help="write the program's text there")
-    parser.add_argument("--traceback", action="store_true", help="show where in the code an error was found")
+    _add_traceback(parser)
     parser.set_defaults(command=_compile)
 
 
@@ -167,7 +171,7 @@ def _add_doctor(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]
         description="Show versions, plugins, devices, memory and network names, and say what is wrong with them. The "
         "exit status is 0 if nothing is.",
     )
-    parser.add_argument("--traceback", action="store_true", help="show where in the code an error was found")
+    _add_traceback(parser)
     parser.set_defaults(command=_doctor, overrides=[])
 
 
