@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ringjax.attention.kernels.base import Lead, Order
+from ringjax.attention.kernels.base import Lead, Order, Slots, all_slots
 from ringjax.attention.layout import Layout
 from ringjax.attention.mask import Mask
 
@@ -85,8 +85,8 @@ def _zigzag_causal(earlier: jax.Array) -> Call:
     return Call(chunks=Chunks(jnp.stack([jnp.ones_like(same), same]), jnp.stack([jnp.zeros_like(same), same])))
 
 
-def halves(call: Call, length: int) -> list[tuple[Call, int, int]]:
-    """The same work in two parts, if it has two: calls, each with the slots of the queries, [start, stop), it is for.
+def halves(call: Call, length: int) -> list[tuple[Call, Slots]]:
+    """The same work in two parts, if it has two: calls, each with the slots of the queries that it is for.
 
     Args:
       call: what has to be computed.
@@ -96,13 +96,16 @@ def halves(call: Call, length: int) -> list[tuple[Call, int, int]]:
         pairs = call.chunks.q.shape[0]
         cuts = [slice(0, pairs // 2), slice(pairs // 2, pairs)] if pairs > 1 else [slice(0, pairs)]
         parts = [jax.tree.map(lambda x, cut=cut: x[cut], call.chunks) for cut in cuts]
-        return [(call._replace(chunks=part), 0, length) for part in parts]
+        return [(call._replace(chunks=part), all_slots(length)) for part in parts]
     if length == 1:
-        return [(call, 0, length)]
+        return [(call, all_slots(length))]
     start = length // 2
     ahead, lead = call.lead.stride * start, call.lead
     later = lead._replace(by=lead.by + ahead, low=lead.low + ahead, high=lead.high + ahead)
-    return [(call, 0, start), (call._replace(lead=later), start, length)]
+    return [
+        (call, Slots(0, start, start)),
+        (call._replace(lead=later), Slots(start, length - start, start)),
+    ]
 
 
 def neighbour_call(chunks: int, lead: Lead, when: jax.Array | None) -> Call:

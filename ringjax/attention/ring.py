@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from ringjax.attention.kernels.base import BlockKernel, Order, Relation
+from ringjax.attention.kernels.base import BlockKernel, Gradients, Order, Relation, Slots, all_slots
 from ringjax.attention.layout import Layout
 from ringjax.attention.loop import loop
 from ringjax.attention.mask import Mask, Tokens
@@ -28,8 +28,6 @@ T = TypeVar("T")
 
 # Names of operations in compiled programs, by which one finds out whether the transfers run under the kernels.
 HOP_SCOPE, KERNEL_SCOPE = "ring_hop", "block_attention"
-
-Gradients = tuple[jax.Array, jax.Array]  # dq [B, K, G, L, D] and dk with dv [B, K, L, D + Dv], float32
 
 
 class Side(NamedTuple):
@@ -119,51 +117,105 @@ class Ring:
         block = _pack(k, v, k_tokens)
         own, routes = self._routes(k_tokens, length)
 
-        def attend(dq: jax.Array, block: Block, call: Call, positions: jax.Array, rows: "_Rows" = rows) -> Gradients:
-            return self._backward(call, rows, block, positions, (dq, filled(q, block.kv.shape)))
-
-        # The own block needs no message: one half of it is there for the first hop to run under, one for the last.
         routes = tuple(route for route in routes if route.steps)
-        own_calls = halves(own, q.shape[1]) if routes else [(own, 0, q.shape[1])]
-        positions = self._own_positions(length)
-
-        def attend_own(gradients: Gradients, call: Call, start: int, stop: int) -> Gradients:
-            dq, dkv = gradients
-            mine, share = attend(dq[:, :, :, start:stop], block, call, positions, rows.cut(start, stop))
-            return dq.at[:, :, :, start:stop].set(mine), dkv + share
-
         arriving = [_hop(route, block) for route in routes]
-        dq, dkv = attend_own((filled(q, q_BKGLD.shape), filled(q, block.kv.shape)), *own_calls[0])
+        # The own block needs no message: one part of it is there for the first hop to run under, one for the last.
+        (dq, dkv), finish = self._backward_own(own, rows, block, cut=len(routes) > 0)
+        # No later transfer may use up the work that stands here for the first ones.
+        dq, arriving = jax.lax.optimization_barrier((dq, arriving))
+        homes = []
         for route, arrived in zip(routes, arriving, strict=True):
-            dq, share = self._backward_lap(route, arrived, dq, attend)
-            dkv = dkv + share
-        for rest in own_calls[1:]:
-            dq, dkv = attend_own((dq, dkv), *rest)
+            dq, home = self._backward_lap(route, rows, arrived, dq)
+            homes.append(home)
+        # Packed once more rather than kept for the whole lap.
+        dq, k, v = jax.lax.optimization_barrier((dq, k, v))
+        dq, dkv = finish(_pack(k, v, k_tokens), Gradients(dq, dkv))
+        for home in homes:
+            dkv = dkv + home
         dk, dv = jnp.split(dkv.swapaxes(1, 2), [k.shape[-1]], axis=-1)
         return _by_token(dq).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
 
-    def _backward_lap(
-        self, route: Route, arriving: Block, dq: jax.Array, attend: Callable[..., Gradients]
-    ) -> Gradients:
+    def _backward_own(
+        self, own: Call, rows: "_Rows", block: Block, cut: bool
+    ) -> tuple[Gradients, Callable[[Block, Gradients], Gradients]]:
+        """A part of what the own block yields, and what adds the rest; if it is not to be cut, all and nothing.
+
+        The parts are dq and dkv if the kernel computes them apart, since dkv then takes no memory before it is
+        needed, and otherwise the two halves of the queries.
+        """
+        length = rows.q.shape[3]
+        positions = self._own_positions(block.kv.shape[2])
+        dq, dkv = filled(rows.q, rows.q.shape), filled(block.kv, block.kv.shape)
+
+        def attend(call: Call, q_slots: Slots, block: Block, gradients: Gradients) -> Gradients:
+            return self._backward(call, q_slots, rows, block, positions, gradients)
+
+        if not cut:
+            return attend(own, all_slots(length), block, Gradients(dq, dkv)), lambda _, gradients: gradients
+        if self.kernel.apart:
+
+            def finish_keys(block: Block, gradients: Gradients) -> Gradients:
+                dq, nothing = _nothing_yet(gradients.dq, block.kv)
+                return Gradients(dq, attend(own, all_slots(length), block, Gradients(None, nothing)).dkv)
+
+            return attend(own, all_slots(length), block, Gradients(dq, None)), finish_keys
+        first, *rest = halves(own, length)
+
+        def finish_queries(block: Block, gradients: Gradients) -> Gradients:
+            for call, q_slots in rest:
+                gradients = attend(call, q_slots, block, gradients)
+            return gradients
+
+        return attend(*first, block, Gradients(dq, dkv)), finish_queries
+
+    def _backward_lap(self, route: Route, rows: "_Rows", arriving: Block, dq: jax.Array) -> Gradients:
         """Everything after the first hop and the own block -> dq, and the others' share in the own block's dkv."""
-        length, last = arriving.kv.shape[2], route.steps
+        last = route.steps
 
         def step(carry: tuple[Block, Gradients], i: jax.Array) -> tuple[Block, Gradients]:
-            block, (dq, dkv) = carry
-            following, dkv = _hop(route, block), _hop(route, dkv)
-            dq, share = attend(dq, block, route.call(i), route.positions(i, length))
-            return following, (dq, dkv + share)
+            block, gradients = carry
+            return self._backward_step(route, i, rows, block, _hop(route, block), gradients)
 
-        following = _hop(route, arriving) if last > 1 else arriving
-        dq, dkv = attend(dq, arriving, route.call(1), route.positions(1, length))
+        following = _hop(route, arriving) if last > 1 else None
+        following, gradients = self._backward_step(route, 1, rows, arriving, following, Gradients(dq, None))
         if last > 2:
-            following, (dq, dkv) = loop(step, (following, (dq, dkv)), jnp.arange(2, last))
+            following, gradients = loop(step, (following, gradients), jnp.arange(2, last))
         if last > 1:
-            dkv = _hop(route, dkv)
-            dq, share = attend(dq, following, route.call(last), route.positions(last, length))
-            dkv = dkv + share
+            _, gradients = self._backward_step(route, last, rows, following, None, gradients)
         with jax.named_scope(HOP_SCOPE):
-            return dq, route.home(dkv)
+            return gradients._replace(dkv=route.home(gradients.dkv))
+
+    def _backward_step(
+        self,
+        route: Route,
+        step: jax.Array | int,
+        rows: "_Rows",
+        block: Block,
+        following: Block | None,
+        gradients: Gradients,
+    ) -> tuple[Any, Gradients]:
+        """Add what one foreign block yields, while the next one arrives.
+
+        The block's dkv, None if nobody has added to it, is still with the neighbour.
+        """
+        dq, dkv = gradients
+        call, positions = route.call(step), route.positions(step, block.kv.shape[2])
+
+        def attend(gradients: Gradients) -> Gradients:
+            return self._backward(call, all_slots(rows.q.shape[3]), rows, block, positions, gradients)
+
+        if self.kernel.apart:
+            # Compilers for GPUs have one transfer in flight at a time, and give it all the work they find. So the
+            # block comes under dq and its gradient, of twice the bytes, under dkv, which takes longer.
+            dq = attend(Gradients(dq, None)).dq
+            dq, dkv, following = jax.lax.optimization_barrier((dq, dkv, following))
+        arrived = None if dkv is None else _hop(route, dkv)
+        dq, nothing = _nothing_yet(dq, block.kv)
+        if self.kernel.apart:
+            share = attend(Gradients(None, nothing)).dkv
+        else:
+            dq, share = attend(Gradients(dq, nothing))
+        return following, Gradients(dq, share if arrived is None else arrived + share)
 
     def _routes(self, k_tokens: Tokens, length: int) -> tuple[Call, tuple[Route, ...]]:
         by_position = k_tokens.positions is not None
@@ -182,48 +234,43 @@ class Ring:
     def _forward(self, call: Call, rows: "_Rows", block: Block, positions: jax.Array, part: Partial) -> Partial:
         """Merge what a call yields into the partial result."""
 
-        def attend(part: Partial, q_slots: "_Slots", k_slots: "_Slots") -> Partial:
-            k, v = jnp.split(k_slots.take(block.kv, 2), [rows.q.shape[-1]], axis=-1)
+        def attend(part: Partial, q_slots: Slots, k_slots: Slots) -> Partial:
             relation = self._relation(call, q_slots, rows.tokens, k_slots, block.tokens, positions)
-            before, q = Partial(*(q_slots.take(x, 3) for x in part)), q_slots.take(rows.q, 3)
             with jax.named_scope(KERNEL_SCOPE):
-                merged = self.kernel.forward(q, k, v, relation, self.rule, rows.heads, before)
-            return Partial(*(q_slots.put(x, y, 3) for x, y in zip(part, merged, strict=True)))
+                return self.kernel.forward(rows.q, block.kv, relation, self.rule, rows.heads, part, q_slots, k_slots)
 
-        return self._run(call, attend, part)
+        return self._run(call, all_slots(rows.q.shape[3]), block, attend, part)
 
     def _backward(
-        self, call: Call, rows: "_Rows", block: Block, positions: jax.Array, gradients: Gradients
+        self, call: Call, q_slots: Slots, rows: "_Rows", block: Block, positions: jax.Array, gradients: Gradients
     ) -> Gradients:
         """Add what a call yields to the gradients of the queries and of the block."""
 
-        def attend(gradients: Gradients, q_slots: "_Slots", k_slots: "_Slots") -> Gradients:
-            dq, dkv = gradients
-            q, dout, lse, delta = (q_slots.take(x, 3) for x in (rows.q, rows.dout, rows.lse, rows.delta))
-            k, v = jnp.split(k_slots.take(block.kv, 2), [q.shape[-1]], axis=-1)
+        def attend(gradients: Gradients, q_slots: Slots, k_slots: Slots) -> Gradients:
             relation = self._relation(call, q_slots, rows.tokens, k_slots, block.tokens, positions)
-            rest = relation, self.rule, rows.heads, lse, delta, dout
+            of_rows = rows.lse, rows.delta, rows.dout
             with jax.named_scope(KERNEL_SCOPE):
-                dq_share, *dkv_share = self.kernel.backward(q, k, v, *rest)
-            dkv_share = jnp.concatenate(dkv_share, axis=-1)
-            dq = q_slots.put(dq, q_slots.take(dq, 3) + dq_share, 3)
-            return dq, k_slots.put(dkv, k_slots.take(dkv, 2) + dkv_share, 2)
+                return self.kernel.backward(
+                    rows.q, block.kv, relation, self.rule, rows.heads, *of_rows, gradients, q_slots, k_slots
+                )
 
-        return self._run(call, attend, gradients)
+        return self._run(call, q_slots, block, attend, gradients)
 
-    def _run(self, call: Call, attend: Callable[[T, "_Slots", "_Slots"], T], state: T) -> T:
-        """Apply `attend` to the whole blocks, or to one pair of chunks after another."""
+    def _run(self, call: Call, q_slots: Slots, block: Block, attend: Callable[[T, Slots, Slots], T], state: T) -> T:
+        """Apply `attend` to these queries and the whole block, or to one pair of chunks after another."""
+        length = block.kv.shape[2]
         if call.chunks is None:
-            return _if(call.when, lambda state: attend(state, _Slots(), _Slots()), state)
-        size = self.layout.chunks
+            return _if(call.when, lambda state: attend(state, q_slots, all_slots(length)), state)
+        q_size, k_size = q_slots.size // self.layout.chunks, length // self.layout.chunks
 
         def step(state: T, pair: Chunks) -> T:
-            return _if(pair.when, lambda state: attend(state, _Slots(pair.q, size), _Slots(pair.k, size)), state)
+            q, k = Slots(pair.q * q_size, q_size, q_size), Slots(pair.k * k_size, k_size, k_size)
+            return _if(pair.when, lambda state: attend(state, q, k), state)
 
         return loop(step, state, call.chunks)
 
     def _relation(
-        self, call: Call, q_slots: "_Slots", q: Tokens, k_slots: "_Slots", k: Tokens, k_positions: jax.Array
+        self, call: Call, q_slots: Slots, q: Tokens, k_slots: Slots, k: Tokens, k_positions: jax.Array
     ) -> Relation:
         """What the kernel has to know of a call on these slots."""
         if k.positions is None:
@@ -241,29 +288,18 @@ def _hop(route: Route, x: T) -> T:
         return route.hop(x)
 
 
+def _nothing_yet(after: jax.Array, like: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`after`, and zeros like `like` that do not take memory before `after` is there.
+
+    Compilers make zeros wherever they like, such as all those of a program at once at its beginning.
+    """
+    after, zero = jax.lax.optimization_barrier((after, filled(like, ())))
+    return after, jnp.broadcast_to(zero, like.shape)
+
+
 def _if(when: jax.Array | None, apply: Callable[[T], T], state: T) -> T:
     """`apply(state)` where `when` holds; None = always."""
     return apply(state) if when is None else jax.lax.cond(when, apply, lambda state: state, state)
-
-
-class _Slots(NamedTuple):
-    """The slots of one of `count` equal chunks of a block, or of the whole block."""
-
-    chunk: jax.Array | None = None
-    count: int = 1
-
-    def take(self, x: jax.Array, dim: int) -> jax.Array:
-        """These slots of x."""
-        if self.chunk is None:
-            return x
-        size = x.shape[dim] // self.count
-        return jax.lax.dynamic_slice_in_dim(x, self.chunk * size, size, axis=dim)
-
-    def put(self, x: jax.Array, part: jax.Array, dim: int) -> jax.Array:
-        """x with these slots replaced."""
-        if self.chunk is None:
-            return part
-        return jax.lax.dynamic_update_slice_in_dim(x, part, self.chunk * part.shape[dim], axis=dim)
 
 
 class _Rows(NamedTuple):
@@ -276,12 +312,6 @@ class _Rows(NamedTuple):
     dout: Any = None
     lse: Any = None
     delta: Any = None
-
-    def cut(self, start: int, stop: int) -> "_Rows":
-        """Some slots of them."""
-        q, tokens, heads, *rest = self
-        cut_tokens = jax.tree.map(lambda x: x[:, start:stop], tokens)
-        return _Rows(q[:, :, :, start:stop], cut_tokens, heads, *(x[:, :, :, start:stop] for x in rest))
 
 
 def _pack(k: jax.Array, v: jax.Array, tokens: Tokens) -> Block:

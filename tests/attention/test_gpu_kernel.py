@@ -9,7 +9,7 @@ import pytest
 from conftest import relative_error
 
 from ringjax.attention import Mask, ring_attention
-from ringjax.attention.kernels import GpuKernel, Lead, Order, Relation, XlaKernel
+from ringjax.attention.kernels import GpuKernel, Gradients, Lead, Order, Relation, XlaKernel, all_slots
 from ringjax.attention.kernels.gpu_visits import Extent, visits
 from ringjax.attention.mask import Tokens, visible
 from ringjax.attention.scores import Heads, ScoreRule
@@ -152,9 +152,11 @@ def test_broken_values_reach_no_gradient_of_those_who_do_not_see_them():
     q[..., 0, 0], k[..., 5, 1], dout[..., 1, 2] = np.nan, np.inf, -np.inf  # in the first two documents
     rows = jnp.zeros((1, 1, 1, length))
     kernel = GpuKernel(q_tile=8, k_tile=8, interpret=True)
-    of_q, of_k = (jnp.asarray(q[:, :, None]), jnp.asarray(dout[:, :, None])), (jnp.asarray(k), jnp.asarray(v))
-    found = kernel.backward(of_q[0], *of_k, relation, ScoreRule(0.5), Heads(), rows + 3, rows, of_q[1])
-    for gradient in found:
+    q, dout, kv = jnp.asarray(q[:, :, None]), jnp.asarray(dout[:, :, None]), jnp.concatenate([k, v], -1)
+    nothing, slots = Gradients(jnp.zeros(q.shape), jnp.zeros(kv.shape)), all_slots(length)
+    rest = relation, ScoreRule(0.5), Heads(), rows + 3, rows, dout, nothing, slots, slots
+    dq, dkv = kernel.backward(q, kv, *rest)
+    for gradient in (dq, *jnp.split(dkv, 2, -1)):
         gradient = np.asarray(gradient).reshape(length, dim)
         assert np.isfinite(gradient[8:]).all()
         assert np.isnan(gradient[:4]).any()
@@ -168,18 +170,20 @@ def test_every_feature_lowers_to_triton_without_a_gpu():
     def like(*shape, dtype="bfloat16"):
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
-    def run(q, k, v, out, lse, dout, numbers, slopes):
+    def run(q, kv, out, lse, dout, numbers, slopes):
         tokens = Tokens(numbers, numbers)
         relation, heads = (
             Relation(Mask(window=300), Order.ANY, Lead(), tokens, tokens),
             Heads(slopes, slopes.view("u4")),
         )
-        part = kernel.forward(q, k, v, relation, rule, heads, Partial(out, lse))
-        return part, kernel.backward(q, k, v, relation, rule, heads, lse, lse, dout)
+        slots = all_slots(length), all_slots(length)
+        part = kernel.forward(q, kv, relation, rule, heads, Partial(out, lse), *slots)
+        sums = Gradients(*(x.astype(jnp.float32) for x in (q, kv)))
+        return part, kernel.backward(q, kv, relation, rule, heads, lse, lse, dout, sums, *slots)
 
     before = like(1, 2, 4, length, value_dim, dtype="float32"), like(1, 2, 4, length, dtype="float32")
-    q, k, v = like(1, 2, 4, length, dim), like(1, 2, length, dim), like(1, 2, length, value_dim)
-    inputs = q, k, v, *before, like(1, 2, 4, length, value_dim), like(1, length, dtype="int32")
+    q, kv = like(1, 2, 4, length, dim), like(1, 2, length, dim + value_dim)
+    inputs = q, kv, *before, like(1, 2, 4, length, value_dim), like(1, length, dtype="int32")
     with an_abstract_gpu():
         traced = jax.jit(run).trace(*inputs, like(1, 2, 4, dtype="float32"))
         text = traced.lower(lowering_platforms=("cuda",)).as_text()

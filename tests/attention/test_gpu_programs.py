@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ringjax.attention import Mask, alibi_slopes, ring_attention
-from ringjax.attention.kernels import GpuKernel, Lead, Order, Relation
+from ringjax.attention.kernels import GpuKernel, Gradients, Lead, Order, Relation, all_slots
 from ringjax.attention.mask import Tokens
 from ringjax.attention.scores import Heads, ScoreRule
 from ringjax.attention.softmax import Partial
@@ -63,20 +63,22 @@ def test_kernels_compile(gpu, dtype, dim, order, rule):
         like(*rows, dim, dtype="float32"),
         like(*rows, dtype="float32"),
     )
-    k, heads, tokens = (
-        like(BATCH, KV_HEADS, length, dim),
+    kv, heads, tokens = (
+        like(BATCH, KV_HEADS, length, 2 * dim),
         like(*rows[:3], dtype="float32"),
         like(1, length, dtype="int32"),
     )
 
-    def run(q, k, v, out, lse, dout, tokens, slopes):
+    def run(q, kv, out, lse, dout, tokens, slopes):
         positions = tokens if order is Order.ANY else None
         relation = Relation(Mask(window=300), order, Lead(), *[Tokens(positions, positions)] * 2)
         of_heads = Heads(slopes, slopes.astype(jnp.uint32)) if rule.alibi else Heads()
-        part = kernel.forward(q, k, v, relation, rule, of_heads, Partial(out, lse))
-        return part, kernel.backward(q, k, v, relation, rule, of_heads, lse, lse, dout)
+        slots = all_slots(length), all_slots(length)
+        part = kernel.forward(q, kv, relation, rule, of_heads, Partial(out, lse), *slots)
+        sums = Gradients(*(x.astype(jnp.float32) for x in (q, kv)))
+        return part, kernel.backward(q, kv, relation, rule, of_heads, lse, lse, dout, sums, *slots)
 
-    text = jax.jit(run).lower(q, k, k, out, lse, dout, tokens, heads).compile().as_text() or ""
+    text = jax.jit(run).lower(q, kv, out, lse, dout, tokens, heads).compile().as_text() or ""
     assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == 3
 
 
@@ -112,24 +114,14 @@ def megabytes(program):
 
 @pytest.mark.parametrize("what", ["forward", "backward"])
 def test_what_the_ring_holds(what):
-    """Queries and the result, two blocks that travel, and what a call on chunks works on.
-
-    On the way back kernels give shares of dq, dk and dv, in float32, and the ring holds them besides the sums.
-    """
+    """The queries, out in float32 and two blocks that travel; backward also dq and two travelling gradients."""
     dim = 128
-    queries, keys = (
-        BATCH * LENGTH * HEADS * dim / 1e6,
-        BATCH * LENGTH * KV_HEADS * 2 * dim / 1e6,
-    )  # numbers, not bytes
+    queries, keys = BATCH * LENGTH * HEADS * dim, BATCH * LENGTH * KV_HEADS * 2 * dim  # numbers, not bytes
+    bar = queries * (2 + 4) + 2 * keys * 2
+    if what == "backward":
+        bar += queries * 4 + 2 * keys * 4
     held = megabytes(ring_program("h100", 8, what, layout="zigzag"))
-    if what == "forward":
-        chunk = queries * 2 / 2  # of the queries; that of the result is written over
-        assert held <= 1.15 * (queries * (2 + 4) + 2 * keys * 2) + chunk, held
-    else:
-        sums = queries * 4 + 2 * keys * 4
-        shares = queries * 4 + 2 * keys * 4  # the last in two forms: apart, and side by side for the way
-        inputs = 2 * queries * 2 + 2 * keys * 2  # q, dout and two blocks
-        assert held <= 1.15 * (sums + shares + inputs), held
+    assert held <= 1.15 * bar / 1e6, (held, bar / 1e6)
 
 
 @pytest.mark.parametrize(

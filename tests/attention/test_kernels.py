@@ -6,7 +6,18 @@ import numpy as np
 import pytest
 
 from ringjax.attention import Mask
-from ringjax.attention.kernels import GpuKernel, Lead, Order, Relation, TpuKernel, XlaKernel, get_kernel
+from ringjax.attention.kernels import (
+    GpuKernel,
+    Gradients,
+    Lead,
+    Order,
+    Relation,
+    Slots,
+    TpuKernel,
+    XlaKernel,
+    all_slots,
+    get_kernel,
+)
 from ringjax.attention.mask import Tokens
 from ringjax.attention.scores import Heads, ScoreRule
 from ringjax.attention.softmax import Partial
@@ -73,20 +84,33 @@ def relation_and_sight(order, lead, q_len, k_len, packed, mask=Mask()):  # noqa:
     return Relation(mask, order, lead, q_tokens, k_tokens), seen
 
 
+def some_slots(size, padding):
+    """Slots of a block with `padding` more on either side, of which nothing may be touched."""
+    return Slots(jnp.int32(padding), size, padding) if padding else all_slots(size)
+
+
+def padded(x, padding, dim):
+    """What no call is about must not matter: it is made of a number that no sum would survive."""
+    pad = [(0, 0)] * x.ndim
+    pad[dim] = (padding, padding)
+    return jnp.asarray(np.pad(x, pad, constant_values=1e30), jnp.float32)
+
+
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
 @pytest.mark.parametrize(
-    ("order", "lead", "q_len", "k_len", "packed", "mask"),
+    ("order", "lead", "q_len", "k_len", "packed", "mask", "padding"),
     [
-        (Order.ALL, Lead(), 16, 12, False, Mask()),
-        (Order.ALL, Lead(), 13, 17, True, Mask()),
-        (Order.SLOTS, Lead(), 16, 16, True, Mask()),
-        (Order.SLOTS, Lead(by=-1, low=-1), 13, 13, False, Mask()),
-        (Order.SLOTS, Lead(3, 2, -2, 2), 16, 16, False, Mask(window=14)),
-        (Order.SLOTS, Lead(1, 9, 9, 9), 16, 13, False, Mask(causal=False, window=8)),
-        (Order.ANY, Lead(), 17, 11, True, Mask(window=9)),
+        (Order.ALL, Lead(), 16, 12, False, Mask(), (4, 4)),
+        (Order.ALL, Lead(), 13, 17, True, Mask(), (0, 0)),
+        (Order.SLOTS, Lead(), 16, 16, True, Mask(), (16, 0)),
+        (Order.SLOTS, Lead(by=-1, low=-1), 13, 13, False, Mask(), (0, 13)),
+        (Order.SLOTS, Lead(3, 2, -2, 2), 16, 16, False, Mask(window=14), (0, 0)),
+        (Order.SLOTS, Lead(1, 9, 9, 9), 16, 13, False, Mask(causal=False, window=8), (7, 7)),
+        (Order.ANY, Lead(), 17, 11, True, Mask(window=9), (3, 11)),
+        (Order.ANY, Lead(), 20, 14, True, Mask(window=9), (20, 14)),
     ],
 )
-def test_equals_the_formula(kernel, order, lead, q_len, k_len, packed, mask):
+def test_equals_the_formula(kernel, order, lead, q_len, k_len, packed, mask, padding):
     rng = np.random.default_rng(0)
     q, dout = (rng.normal(size=(BATCH, KV_HEADS, GROUP, q_len, DIM)) for _ in range(2))
     k, v = (rng.normal(size=(BATCH, KV_HEADS, k_len, DIM)) for _ in range(2))
@@ -100,19 +124,24 @@ def test_equals_the_formula(kernel, order, lead, q_len, k_len, packed, mask):
     shift = np.where(np.isneginf(merged_lse), 0, merged_lse)
     merged = sum(x * np.exp(y - shift)[..., None] for x, y in ((out, lse), (before_out, before_lse)))
     # They have raised the lse: the backward pass must use the one it is given.
-    gradients = dense_backward(q, k, v, p * np.exp(lse - shift)[..., None], delta, dout, 0.3)
+    dq, dk, dv = dense_backward(q, k, v, p * np.exp(lse - shift)[..., None], delta, dout, 0.3)
+    dkv = np.concatenate([dk, dv], -1)
+    before_dq, before_dkv = rng.normal(size=dq.shape), rng.normal(size=dkv.shape)
 
-    arrays = [jnp.asarray(x, jnp.float32) for x in (q, k, v)]
-    before = Partial(jnp.asarray(before_out, jnp.float32), jnp.asarray(before_lse, jnp.float32))
-    part = jax.jit(lambda *x: kernel.forward(*x, relation, ScoreRule(0.3), Heads(), before))(*arrays)
-    rows = [jnp.asarray(x, jnp.float32) for x in (merged_lse, delta, dout)]
-    got = jax.jit(lambda *x: kernel.backward(*x[:3], relation, ScoreRule(0.3), Heads(), *x[3:]))(*arrays, *rows)
+    slots = [some_slots(q_len, padding[0]), some_slots(k_len, padding[1])]
+    rest = relation, ScoreRule(0.3), Heads()
+    q, *of_q = (padded(x, padding[0], 3) for x in (q, merged_lse, delta, dout))
+    kv = padded(np.concatenate([k, v], -1), padding[1], 2)
+    before = Partial(padded(before_out, padding[0], 3), padded(before_lse, padding[0], 3))
+    sums = Gradients(padded(before_dq, padding[0], 3), padded(before_dkv, padding[1], 2))
+    part = jax.jit(lambda q, kv, before: kernel.forward(q, kv, *rest, before, *slots))(q, kv, before)
+    got = jax.jit(lambda q, kv, of_q, sums: kernel.backward(q, kv, *rest, *of_q, sums, *slots))(q, kv, of_q, sums)
 
-    np.testing.assert_allclose(part.out, merged, atol=2e-6)
-    np.testing.assert_allclose(part.lse, merged_lse, rtol=2e-6, atol=2e-6)
-    for mine, want in zip(got, gradients, strict=True):
-        assert mine.dtype == jnp.float32
-        np.testing.assert_allclose(mine, want, atol=1e-5)
+    np.testing.assert_allclose(part.out, padded(merged, padding[0], 3), atol=2e-6)
+    np.testing.assert_allclose(part.lse, padded(merged_lse, padding[0], 3), rtol=2e-6, atol=2e-6)
+    assert got.dq.dtype == got.dkv.dtype == jnp.float32
+    np.testing.assert_allclose(got.dq, padded(before_dq + dq, padding[0], 3), atol=1e-5)
+    np.testing.assert_allclose(got.dkv, padded(before_dkv + dkv, padding[1], 2), atol=1e-5)
 
 
 SMALL_TILES = [
@@ -132,9 +161,9 @@ def test_broken_values_stay_with_those_who_see_them(kernel):
     v = np.ones((1, 1, length, DIM), np.float32)
     v[:, :, 4:8] = np.nan
     before = Partial(jnp.zeros(x.shape), jnp.full(x.shape[:-1], -jnp.inf))
-    out = kernel.forward(
-        jnp.asarray(x), jnp.asarray(x[:, :, 0]), jnp.asarray(v), relation, ScoreRule(1.0), Heads(), before
-    ).out
+    kv = jnp.concatenate([x[:, :, 0], v], -1)
+    slots = all_slots(length), all_slots(length)
+    out = kernel.forward(jnp.asarray(x), kv, relation, ScoreRule(1.0), Heads(), before, *slots).out
     assert np.isnan(out[..., 4:8, :]).all()
     assert np.isfinite(np.delete(out, np.s_[4:8], axis=3)).all()
 

@@ -119,5 +119,6 @@ def test_blocks_of_too_many_tiles_are_refused():
 )
 def test_tiles_fit_the_block_and_the_memory(shape, dtype, expected):
     length, group, dim = shape
-    q, k = (jax.ShapeDtypeStruct((1, 1, *rows, length, dim), dtype) for rows in ((group,), ()))
-    assert TpuKernel()._tiles(q, k, k) == expected  # type: ignore[arg-type]
+    q = jax.ShapeDtypeStruct((1, 1, group, length, dim), dtype)
+    kv = jax.ShapeDtypeStruct((1, 1, length, 2 * dim), dtype)
+    assert TpuKernel()._tiles(q, kv, length, length) == expected  # type: ignore[arg-type]

@@ -73,14 +73,13 @@ def compiled(generation, packed=False, positions=False, dtype="bfloat16", **opti
 
 
 def needed_bytes(lap, size):
-    """What a device must hold, for inputs of `size` bytes a number, besides arguments and results."""
+    """What a device must hold, for inputs of `size` bytes a number, besides arguments and results.
+
+    The queries, out in float32 and two blocks that travel; backward also dq and two travelling gradients.
+    """
     q, kv = BLOCK * HEADS * DIM, 2 * BLOCK * KV_HEADS * DIM
-    forward = q * (size + 4) + 2 * kv * size  # q by head, out in float32, a block and the next one
-    # The zigzag layout's calls work on halves, copied out of the blocks: of q, out, and a KV block.
-    if lap == "forward":
-        return forward + (q * (size + 4) + kv * size) // 2
-    # Also dq and two dKV blocks in float32, dout by head, and a call's dq before it is added.
-    return forward + q * 4 + 2 * kv * 4 + q * size + q * 4
+    forward = q * (size + 4) + 2 * kv * size
+    return forward if lap == "forward" else forward + q * 4 + 2 * kv * 4
 
 
 def report(generation, case):

@@ -1,9 +1,21 @@
 """Attention of one block against one block: the interface and its implementations."""
 
-from ringjax.attention.kernels.base import BlockKernel, Lead, Order, Relation
+from ringjax.attention.kernels.base import BlockKernel, Gradients, Lead, Order, Relation, Slots, all_slots
 from ringjax.attention.kernels.gpu import GpuKernel
 from ringjax.attention.kernels.registry import get_kernel
 from ringjax.attention.kernels.tpu import TpuKernel
 from ringjax.attention.kernels.xla import XlaKernel
 
-__all__ = ["BlockKernel", "GpuKernel", "Lead", "Order", "Relation", "TpuKernel", "XlaKernel", "get_kernel"]
+__all__ = [
+    "BlockKernel",
+    "GpuKernel",
+    "Gradients",
+    "Lead",
+    "Order",
+    "Relation",
+    "Slots",
+    "TpuKernel",
+    "XlaKernel",
+    "all_slots",
+    "get_kernel",
+]

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -54,11 +54,53 @@ class Relation(NamedTuple):
     k_tokens: Tokens
 
 
-class BlockKernel(ABC):
-    """Attention of Lq queries over Lk keys on one device.
+class Slots(NamedTuple):
+    """Slots of a block that a call is about.
 
-    Shapes: q [B, K, G, Lq, D], k [B, K, Lk, D], v [B, K, Lk, Dv]. Everything is accumulated in float32. A value that
-    is not finite reaches no row that may not see it.
+    Attributes:
+      start: the first one; may be traced.
+      size: how many.
+      unit: known beforehand: `start` is a multiple of it.
+    """
+
+    start: jax.Array | int
+    size: int
+    unit: int
+
+    def take(self, x: jax.Array, dim: int) -> jax.Array:
+        """These slots of x."""
+        if x.shape[dim] == self.size:
+            return x
+        return jax.lax.dynamic_slice_in_dim(x, self.start, self.size, axis=dim)
+
+    def put(self, x: jax.Array, part: jax.Array, dim: int) -> jax.Array:
+        """x with these slots replaced."""
+        if x.shape[dim] == self.size:
+            return part
+        return jax.lax.dynamic_update_slice_in_dim(x, part, self.start, axis=dim)
+
+
+def all_slots(length: int) -> Slots:
+    """Those of a whole block."""
+    return Slots(0, length, length)
+
+
+class Gradients(NamedTuple):
+    """Sums over some of the keys, in float32; None for what is not wanted."""
+
+    dq: Any  # [B, K, G, Lq, D]
+    dkv: Any  # [B, K, Lk, D + Dv]
+
+
+class BlockKernel(ABC):
+    """Attention of Lq queries over Lk keys on one device, or of some slots of both.
+
+    Shapes: q [B, K, G, Lq, D]; kv [B, K, Lk, D + Dv], keys and values side by side, as they travel. Everything is
+    accumulated in float32, into what the caller has: shares that others add would take memory of their own and be
+    read and written once more, and that traffic, not the transfer between devices, is what a ring loses on fast
+    links. For the same reason a kernel gets whole blocks and the slots to work on, not copies.
+
+    A value that is not finite reaches no row that may not see it.
     """
 
     name: str
@@ -68,65 +110,84 @@ class BlockKernel(ABC):
         """Whether jax can keep track of what varies over mesh axes inside the kernel."""
         return True
 
+    @property
+    def apart(self) -> bool:
+        """Whether dq and dkv are computed apart, so that either can be had alone at no more than its share."""
+        return False
+
+    def refusal(self, q: jax.Array, kv: jax.Array, relation: Relation, rule: ScoreRule) -> str | None:
+        """Why this kernel cannot do a call, None if it can.
+
+        Args:
+          q: queries, of which shape and dtype count.
+          kv: keys and values, likewise.
+          relation: what sees what.
+          rule: what happens to the scores.
+        """
+        return None
+
     @abstractmethod
     def forward(
         self,
         q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
+        kv: jax.Array,
         relation: Relation,
         rule: ScoreRule,
         heads: Heads,
         before: Partial,
+        q_slots: Slots,
+        k_slots: Slots,
     ) -> Partial:
         """Attention over these keys, merged with what has been seen before.
 
-        The merge is the kernel's, which has the rows at hand: by itself it would read and write them once more, and
-        that traffic, not the transfer between devices, is what a ring loses on fast links.
-
         Args:
           q: queries.
-          k: keys.
-          v: values.
-          relation: what sees what.
+          kv: keys and values.
+          relation: what sees what; its tokens are those of the slots.
           rule: what happens to the scores. Dropout acts on out, not on lse: what is dropped still counts in the
             softmax.
           heads: what differs between sequences and heads, [B, K, G].
           before: attention of the same queries over other keys.
+          q_slots: of the queries.
+          k_slots: of the keys.
 
         Returns:
-          out [B, K, G, Lq, Dv] and lse [B, K, G, Lq], both float32.
+          out [B, K, G, Lq, Dv] and lse [B, K, G, Lq], both float32; other slots are as before.
         """
 
     @abstractmethod
     def backward(
         self,
         q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
+        kv: jax.Array,
         relation: Relation,
         rule: ScoreRule,
         heads: Heads,
         lse: jax.Array,
         delta: jax.Array,
         dout: jax.Array,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Share of these keys in the gradients.
+        before: Gradients,
+        q_slots: Slots,
+        k_slots: Slots,
+    ) -> Gradients:
+        """The gradients before, and added to them the share of these queries and keys.
 
         With p = exp(s - lse): ds = p (keep / (1 - rate) dout . v - delta), dq = ds k, dk = ds^T q (through scale and
         softcap), dv = (p keep / (1 - rate))^T dout.
 
         Args:
           q: queries.
-          k: keys.
-          v: values.
-          relation: what sees what.
+          kv: keys and values.
+          relation: what sees what; its tokens are those of the slots.
           rule: what happens to the scores.
           heads: what differs between sequences and heads, [B, K, G].
           lse: [B, K, G, Lq], over all keys, also those of other blocks; -inf for rows that see none.
           delta: [B, K, G, Lq], rowsum(dout * out) - dlse, with the out over all keys.
           dout: [B, K, G, Lq, Dv].
+          before: sums so far; one of them may be None if the kernel computes them `apart`.
+          q_slots: of the queries.
+          k_slots: of the keys.
 
         Returns:
-          dq, dk, dv in float32, of the shapes of q, k, v.
+          Sums of the shapes of `before`; other slots are as before.
         """

@@ -7,7 +7,6 @@ queries of the heads that share it. The forward starts from what has been seen b
 merging costs no pass of its own.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ringjax.attention.kernels.base import BlockKernel, Relation
-from ringjax.attention.kernels.gpu_visits import Extent, Visits, all_clear, comparing, visits
+from ringjax.attention.kernels.base import BlockKernel, Gradients, Relation, Slots
+from ringjax.attention.kernels.gpu_visits import Extent, Visits, all_clear, comparing, visits, width_of
 from ringjax.attention.mask import Tokens
 from ringjax.attention.scores import Heads, ScoreRule
 from ringjax.attention.softmax import Partial
@@ -57,23 +56,30 @@ class GpuKernel(BlockKernel):
                 raise ValueError(f"GpuKernel.{name} must be a power of two and at least 16, got {tile}")
 
     @property
+    def apart(self) -> bool:
+        return True
+
+    @property
     def check_vma(self) -> bool:
         return not self.interpret  # jax's interpreter of kernels loses track
 
-    def forward(self, q, k, v, relation, rule, heads, before) -> Partial:
+    def forward(self, q, kv, relation, rule, heads, before, q_slots, k_slots) -> Partial:
         from ringjax.attention.kernels.gpu_bodies import forward
 
-        call = _Call(self, "forward", q, k, v, relation, rule, heads)
-        results = call.run(forward, (*before, q), (k, v), results=tuple(before), written_over=2)
-        return Partial(*results)
+        call = _Call(self, "forward", q, kv, relation, rule, heads, q_slots, k_slots)
+        return Partial(*call.run(forward, tuple(before), (q,), (kv,)))
 
-    def backward(self, q, k, v, relation, rule, heads, lse, delta, dout):
+    def backward(self, q, kv, relation, rule, heads, lse, delta, dout, before, q_slots, k_slots) -> Gradients:
         from ringjax.attention.kernels.gpu_bodies import backward_kv, backward_q
 
-        of_q, of_k = (q, dout, lse, delta), (k, v)
-        (dq,) = _Call(self, "dq", q, k, v, relation, rule, heads).run(backward_q, of_q, of_k, results=(q,))
-        dk, dv = _Call(self, "dkv", q, k, v, relation, rule, heads).run(backward_kv, of_q, of_k, results=(k, v))
-        return dq, dk, dv
+        rest = q, kv, relation, rule, heads, q_slots, k_slots
+        of_q = q, dout, lse, delta
+        dq, dkv = before
+        if dq is not None:
+            (dq,) = _Call(self, "dq", *rest).run(backward_q, (dq,), of_q, (kv,))
+        if dkv is not None:
+            (dkv,) = _Call(self, "dkv", *rest).run(backward_kv, (dkv,), of_q, (kv,))
+        return Gradients(dq, dkv)
 
     def tiling(self, what: str, dtype: Any, dim: int) -> Tiling:
         """How the kernel `what` ("forward", "dq" or "dkv") is cut for heads of `dim`, the larger of D and Dv."""
@@ -104,15 +110,25 @@ class _Call:
     """One kernel over the arrays of a block pair."""
 
     def __init__(
-        self, kernel: GpuKernel, what: str, q: Any, k: Any, v: Any, relation: Relation, rule: ScoreRule, heads: Heads
+        self,
+        kernel: GpuKernel,
+        what: str,
+        q: jax.Array,
+        kv: jax.Array,
+        relation: Relation,
+        rule: ScoreRule,
+        heads: Heads,
+        q_slots: Slots,
+        k_slots: Slots,
     ) -> None:
         from ringjax.attention.kernels.gpu_bodies import Case
 
-        self.batch, self.kv_heads, group, q_len, dim = q.shape
-        k_len, value_dim = k.shape[2], v.shape[-1]
+        self.batch, self.kv_heads, group, self.q_len, dim = q.shape
+        self.k_len, value_dim = kv.shape[2], kv.shape[3] - dim
         self.kernel, self.what, self.by_keys = kernel, what, what == "dkv"
         self.tiling = kernel.tiling(what, q.dtype, max(dim, value_dim))
-        of_q, of_k = Extent(q_len, _tile(q_len, self.tiling.q)), Extent(k_len, _tile(k_len, self.tiling.k))
+        of_q = Extent(q_slots.size, _tile(q_slots.size, self.tiling.q))
+        of_k = Extent(k_slots.size, _tile(k_slots.size, self.tiling.k))
         if not rule.needs_positions and comparing(relation).is_full:
             relation = _without_positions(relation)
         edges = not all_clear(relation, of_k)
@@ -129,18 +145,18 @@ class _Call:
             self.by_keys,
         )
         ways = visits(relation, of_q, of_k, self.by_keys) if edges else Visits(None)  # type: ignore[arg-type]
-        by = jnp.asarray(relation.lead.by, jnp.int32).reshape(1)
-        self.sight = (ways, relation.q_tokens, relation.k_tokens, by, heads)
+        numbers = [jnp.asarray(x, jnp.int32) for x in (relation.lead.by, q_slots.start, k_slots.start)]
+        self.sight = (ways, relation.q_tokens, relation.k_tokens, jnp.stack(numbers), heads)
 
-    def run(self, body: Any, of_q: tuple, of_k: tuple, results: tuple, written_over: int = 0) -> list[jax.Array]:
-        """Run `body(case, sight, of_q, of_k, results)` in all programs.
+    def run(self, body: Any, before: tuple, of_q: tuple, of_k: tuple) -> list[jax.Array]:
+        """Run `body(case, sight, before, of_q, of_k, results)` in all programs.
 
         Args:
           body: gets references.
+          before: float32 arrays like the results, which take their place; a program reads its tile before it writes.
+            They are of keys for dk and dv, otherwise of queries.
           of_q: [B, K, G, Lq, ...] each.
           of_k: [B, K, Lk, ...] each.
-          results: arrays of the shapes of the results, which are float32.
-          written_over: how many of the first arrays of queries are the memory of the results.
         """
         from jax.experimental import pallas as pl
         from jax.experimental.pallas import triton
@@ -150,46 +166,46 @@ class _Call:
         case = self.case
         own = case.k if self.by_keys else case.q
 
-        def kernel(of_q: tuple, of_k: tuple, sight: tuple, *results: Any) -> None:
-            body(case, Sight(*sight), of_q, of_k, results)
+        def kernel(before: tuple, of_q: tuple, of_k: tuple, sight: tuple, *results: Any) -> None:
+            body(case, Sight(*sight), before, of_q, of_k, results)
 
-        operands, axes = _varying_alike((of_q, of_k, self.sight))
-        q_blocks, k_blocks = (jax.tree.map(block, x) for block, x in zip(self._blocks, operands, strict=False))
+        operands, axes = _varying_alike((before, of_q, of_k, self.sight))
+        of_results = self._of_k if self.by_keys else self._of_q
+        specs = [
+            jax.tree.map(block, x) for block, x in zip((of_results, self._of_q, self._of_k), operands, strict=False)
+        ]
         return pl.pallas_call(
             kernel,
-            out_shape=[jax.ShapeDtypeStruct(x.shape, jnp.float32, manual_axis_type=axes) for x in results],
+            out_shape=[jax.ShapeDtypeStruct(x.shape, jnp.float32, manual_axis_type=axes) for x in before],
             grid=(own.tiles, 1 if self.by_keys else case.group, self.kv_heads, self.batch),
-            in_specs=(q_blocks, k_blocks, self._sight_blocks(operands[2])),
-            out_specs=[self._blocks[self.by_keys](x) for x in results],
-            input_output_aliases={i: i for i in range(written_over)},
+            in_specs=(*specs, self._sight_blocks(operands[3])),
+            out_specs=[of_results(x) for x in before],
+            input_output_aliases={i: i for i in range(len(before))},
             compiler_params=triton.CompilerParams(num_warps=self.tiling.warps, num_stages=self.tiling.stages),
             interpret=self.kernel.interpret,
             name=f"attention_{self.what}",
         )(*operands)
 
-    @property
-    def _blocks(self) -> tuple[Callable, Callable]:
-        """What a program gets of an array of queries and of one of keys: those of its sequence and key/value head.
+    def _of_q(self, x: Any) -> Any:
+        """What a program gets of an array of queries: those of its sequence and key/value head.
 
         Rows are filled up to whole tiles and head dims to a power of two, beyond the array; loads leave that out.
         """
+        return self._block(self.case.group, self.q_len + self.case.q.over, *map(width_of, x.shape[4:]))
+
+    def _of_k(self, x: Any) -> Any:
+        """Likewise, of an array of keys and values side by side."""
+        return self._block(self.k_len + self.case.k.over, self.case.dim + width_of(self.case.value_dim))
+
+    def _block(self, *sizes: int) -> Any:
         from jax.experimental import pallas as pl
 
-        def block(*sizes: int) -> Any:
-            return pl.BlockSpec((None, None, *sizes), lambda i, g, n, b: (b, n, *(0 for _ in sizes)))
-
-        def of_q(x: Any) -> Any:
-            return block(self.case.group, self.case.q.filled, *map(_width, x.shape[4:]))
-
-        def of_k(x: Any) -> Any:
-            return block(self.case.k.filled, *map(_width, x.shape[3:]))
-
-        return of_q, of_k
+        return pl.BlockSpec((None, None, *sizes), lambda i, g, n, b: (b, n, *(0 for _ in sizes)))
 
     def _sight_blocks(self, sight: tuple) -> tuple:
         from jax.experimental import pallas as pl
 
-        ways, q_tokens, k_tokens, _, heads = sight
+        ways, q_tokens, k_tokens, numbers, heads = sight
 
         def of_sequence(x: jax.Array, *block: int | None, own: bool = False) -> Any:
             several = x.shape[0] > 1
@@ -206,7 +222,7 @@ class _Call:
             jax.tree.map(lambda x: of_sequence(x, None, x.shape[-1], own=True), ways),
             of_tokens(q_tokens, self.case.q),
             of_tokens(k_tokens, self.case.k),
-            pl.BlockSpec((1,), lambda i, g, n, b: (0,)),
+            pl.BlockSpec(numbers.shape, lambda i, g, n, b: (0,)),
             jax.tree.map(lambda x: pl.BlockSpec((None, None, x.shape[-1]), lambda i, g, n, b: (b, n, 0)), heads),
         )
 
@@ -219,11 +235,6 @@ def _without_positions(relation: Relation) -> Relation:
 def _tile(length: int, most: int) -> int:
     """Tiles of at most `most`, and no larger than a length needs; 16 is the least that tensor cores multiply."""
     return min(most, max(16, 1 << (length - 1).bit_length()))
-
-
-def _width(dim: int) -> int:
-    """Triton's arrays have sizes that are powers of two, and 16 is the least that tensor cores multiply."""
-    return max(16, 1 << (dim - 1).bit_length())
 
 
 def _varying_alike(arrays: Any) -> tuple[Any, Any]:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from ringjax.attention.kernels.gpu_visits import Extent, Visits
+from ringjax.attention.kernels.gpu_visits import Extent, Visits, width_of
 from ringjax.attention.mask import Mask, Tokens, visible
 from ringjax.attention.scores import Heads, ScoreRule, alibi_bias, keep
 from ringjax.attention.softmax import finite_or_zero
@@ -27,6 +27,8 @@ from ringjax.attention.softmax import finite_or_zero
 T = TypeVar("T")
 Ref = Any  # of Pallas
 Refs = tuple[Ref, ...]
+
+Columns = tuple[int, int]  # the first, and how many
 
 LOG2_E = math.log2(math.e)
 
@@ -69,6 +71,15 @@ class Case:
         """What scores are counted in, to the base 2."""
         return LOG2_E * (self.rule.scale if self.plain else 1.0)
 
+    @property
+    def keys(self) -> Columns:
+        """Where keys stand beside values: first column and number of columns."""
+        return 0, self.dim
+
+    @property
+    def values(self) -> Columns:
+        return self.dim, self.value_dim
+
     def along_q(self, x: jax.Array) -> jax.Array:
         """One value per query, to broadcast against scores."""
         return x[None, :] if self.keys_first else x[:, None]
@@ -85,15 +96,27 @@ class Sight(NamedTuple):
       visits: of this program's tile.
       q_tokens: [Lq]
       k_tokens: [Lk]
-      by: [1], of the lead.
+      numbers: [3], `by` of the lead and the first slots of queries and of keys.
       heads: [G]
     """
 
     visits: Visits
     q_tokens: Tokens
     k_tokens: Tokens
-    by: Ref
+    numbers: Ref
     heads: Heads
+
+    @property
+    def by(self) -> jax.Array:
+        return self.numbers[0]
+
+    @property
+    def q_first(self) -> jax.Array:
+        return self.numbers[1]
+
+    @property
+    def k_first(self) -> jax.Array:
+        return self.numbers[2]
 
 
 class Side(NamedTuple):
@@ -110,21 +133,35 @@ class Side(NamedTuple):
     positions: jax.Array | None
 
 
-def forward(case: Case, sight: Sight, of_q: Refs, of_k: Refs, results: Refs) -> None:
-    """out [G, Lq, Dv] and lse [G, Lq] of a tile of queries; of_q are those before it and q, of_k are k and v."""
-    (out_ref, lse_ref, q_ref), (k_ref, v_ref) = of_q, of_k
+class Rows(NamedTuple):
+    """A tile.
+
+    Attributes:
+      start: its first slot among those of the call.
+      extent: of the call.
+      first: slot of the block at which those of the call begin.
+    """
+
+    start: jax.Array
+    extent: Extent
+    first: jax.Array | int
+
+
+def forward(case: Case, sight: Sight, before: Refs, of_q: Refs, of_k: Refs, results: Refs) -> None:
+    """out [G, Lq, Dv] and lse [G, Lq] of a tile of queries, from those before, q, and k with v."""
+    (out_ref, lse_ref), (q_ref,), (kv_ref,) = before, of_q, of_k
     i, g = pl.program_id(0), pl.program_id(1)
-    start = i * case.q.tile
-    q = _load(q_ref, (g,), start, case.q, case.dim)
-    side = _side(case, sight.q_tokens, start, case.q, sight.by)
+    rows = Rows(i * case.q.tile, case.q, sight.q_first)
+    q = _load(q_ref, (g,), rows, (0, case.dim))
+    side = _side(case, sight.q_tokens, rows, sight.by)
     slope, noise = (None if x is None else x[g] for x in sight.heads)
 
     def attend(state: tuple, j: jax.Array, edge: bool) -> tuple:
         out, top, total = state
-        k = _load(k_ref, (), j * case.k.tile, case.k, case.dim)
-        v = _load(v_ref, (), j * case.k.tile, case.k, case.value_dim)
+        there = Rows(j * case.k.tile, case.k, sight.k_first)
+        k, v = _load(kv_ref, (), there, case.keys), _load(kv_ref, (), there, case.values)
         (k, v), broken = _tame(k, v) if edge else ((k, v), None)
-        other = _side(case, sight.k_tokens, j * case.k.tile, case.k)
+        other = _side(case, sight.k_tokens, there)
         scores, _ = _scores(case, _dot(q, k, 1, 1), slope, side, other)
         seen = _seen(case, side, other) if edge else None
         scores = scores if seen is None else jnp.where(seen, scores, -jnp.inf)
@@ -137,29 +174,29 @@ def forward(case: Case, sight: Sight, of_q: Refs, of_k: Refs, results: Refs) -> 
         out = out * old[:, None] + _dot(weights.astype(v.dtype), v, 1, 0)
         return out, new_top, total * old + p.sum(1)
 
-    out_before = _load(out_ref, (g,), start, case.q, case.value_dim)
-    lse_before = _load(lse_ref, (g,), start, case.q)
+    out_before = _load(out_ref, (g,), rows, (0, case.value_dim))
+    lse_before = _load(lse_ref, (g,), rows)
     # Rows that have seen keys start with their lse as the maximum, to which they add up to 1.
     total = jnp.where(lse_before == -jnp.inf, 0.0, 1.0)
     sum_, top, total = _walk(case, sight.visits, case.k, attend, (out_before, lse_before * LOG2_E, total))
-    _store(results[0], (g,), start, case.q, sum_ / jnp.where(total == 0, 1.0, total)[:, None], case.value_dim)
-    _store(results[1], (g,), start, case.q, (finite_or_zero(top) + jnp.log2(total)) / LOG2_E)
+    _store(results[0], (g,), rows, sum_ / jnp.where(total == 0, 1.0, total)[:, None], (0, case.value_dim))
+    _store(results[1], (g,), rows, (finite_or_zero(top) + jnp.log2(total)) / LOG2_E)
 
 
-def backward_q(case: Case, sight: Sight, of_q: Refs, of_k: Refs, results: Refs) -> None:
-    """dq [G, Lq, D] of a tile of queries; of_q are q, dout, lse and delta, of_k are k and v."""
-    k_ref, v_ref = of_k
+def backward_q(case: Case, sight: Sight, before: Refs, of_q: Refs, of_k: Refs, results: Refs) -> None:
+    """dq [G, Lq, D] of a tile of queries, from dq before; q, dout, lse and delta; k with v."""
+    (kv_ref,) = of_k
     i, g = pl.program_id(0), pl.program_id(1)
-    start = i * case.q.tile
-    (q, dout), lse, delta = _rows(case, of_q, g, start)
-    side = _side(case, sight.q_tokens, start, case.q, sight.by)
+    rows = Rows(i * case.q.tile, case.q, sight.q_first)
+    (q, dout), lse, delta = _rows(case, of_q, g, rows)
+    side = _side(case, sight.q_tokens, rows, sight.by)
     slope, noise = (None if x is None else x[g] for x in sight.heads)
 
     def attend(state: tuple, j: jax.Array, edge: bool) -> tuple:
-        k = _load(k_ref, (), j * case.k.tile, case.k, case.dim)
-        v = _load(v_ref, (), j * case.k.tile, case.k, case.value_dim)
+        there = Rows(j * case.k.tile, case.k, sight.k_first)
+        k, v = _load(kv_ref, (), there, case.keys), _load(kv_ref, (), there, case.values)
         (k, v), broken = _tame(k, v) if edge else ((k, v), None)
-        other = _side(case, sight.k_tokens, j * case.k.tile, case.k)
+        other = _side(case, sight.k_tokens, there)
         scores, steep = _scores(case, _dot(q, k, 1, 1), slope, side, other)
         seen = _seen(case, side, other) if edge else None
         p = _weights(case, scores, lse)
@@ -169,27 +206,28 @@ def backward_q(case: Case, sight: Sight, of_q: Refs, of_k: Refs, results: Refs) 
         ds = _ds(case, p, dp, delta, steep, seen)
         return (state[0] + _dot(ds.astype(k.dtype), k, 1, 0),)
 
-    (dq,) = _walk(case, sight.visits, case.k, attend, (jnp.zeros(q.shape, jnp.float32),))
-    _store(results[0], (g,), start, case.q, dq, case.dim)
+    (dq,) = _walk(case, sight.visits, case.k, attend, (_load(before[0], (g,), rows, (0, case.dim)),))
+    _store(results[0], (g,), rows, dq, (0, case.dim))
 
 
-def backward_kv(case: Case, sight: Sight, of_q: Refs, of_k: Refs, results: Refs) -> None:
-    """dk [Lk, D] and dv [Lk, Dv] of a tile of keys, over the G heads that share it, from the same as dq."""
-    k_ref, v_ref = of_k
-    start = pl.program_id(0) * case.k.tile
-    k, v = _load(k_ref, (), start, case.k, case.dim), _load(v_ref, (), start, case.k, case.value_dim)
-    side = _side(case, sight.k_tokens, start, case.k)
+def backward_kv(case: Case, sight: Sight, before: Refs, of_q: Refs, of_k: Refs, results: Refs) -> None:
+    """dk with dv [Lk, D + Dv] of a tile of keys, over the G heads that share it, from those before and as for dq."""
+    (kv_ref,), (before_ref,), (result,) = of_k, before, results
+    rows = Rows(pl.program_id(0) * case.k.tile, case.k, sight.k_first)
+    k, v = _load(kv_ref, (), rows, case.keys), _load(kv_ref, (), rows, case.values)
+    side = _side(case, sight.k_tokens, rows)
 
     def of_head(g: jax.Array, state: tuple) -> tuple:
         slope, noise = (None if x is None else x[g] for x in sight.heads)
 
         def attend(state: tuple, i: jax.Array, edge: bool) -> tuple:
             dk, dv = state
-            (q, dout), lse, delta = _rows(case, of_q, g, i * case.q.tile)
+            there = Rows(i * case.q.tile, case.q, sight.q_first)
+            (q, dout), lse, delta = _rows(case, of_q, g, there)
             if edge:
                 (q, dout), broken = _tame(q, dout)
                 lse = lse + broken
-            other = _side(case, sight.q_tokens, i * case.q.tile, case.q, sight.by)
+            other = _side(case, sight.q_tokens, there, sight.by)
             scores, steep = _scores(case, _dot(k, q, 1, 1), slope, other, side)
             seen = _seen(case, other, side) if edge else None
             p = _weights(case, scores, lse)
@@ -204,10 +242,10 @@ def backward_kv(case: Case, sight: Sight, of_q: Refs, of_k: Refs, results: Refs)
 
         return _walk(case, sight.visits, case.q, attend, state)
 
-    state = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+    state = _load(before_ref, (), rows, case.keys), _load(before_ref, (), rows, case.values)
     dk, dv = jax.lax.fori_loop(0, case.group, of_head, state) if case.group > 1 else of_head(jnp.int32(0), state)
-    _store(results[0], (), start, case.k, dk, case.dim)
-    _store(results[1], (), start, case.k, dv, case.value_dim)
+    _store(result, (), rows, dk, case.keys)
+    _store(result, (), rows, dv, case.values)
 
 
 def _walk(case: Case, visits: Visits, other: Extent, attend: Callable[[T, Any, bool], T], state: T) -> T:
@@ -227,15 +265,15 @@ def _walk(case: Case, visits: Visits, other: Extent, attend: Callable[[T, Any, b
     return jax.lax.fori_loop(0, (clear - first) + (end - rest), edge, state)
 
 
-def _side(case: Case, tokens: Tokens, start: jax.Array, extent: Extent, by: Ref = None) -> Side:
-    slots = start + jnp.arange(extent.tile, dtype=jnp.int32)
-    positions = None if tokens.positions is None else _load(tokens.positions, (), start, extent)
-    segments = None if tokens.segments is None else _load(tokens.segments, (), start, extent, other=-1)
+def _side(case: Case, tokens: Tokens, rows: Rows, by: Any = 0) -> Side:
+    slots, own = rows.start + jnp.arange(rows.extent.tile, dtype=jnp.int32), rows._replace(first=0)
+    positions = None if tokens.positions is None else _load(tokens.positions, (), own)
+    segments = None if tokens.segments is None else _load(tokens.segments, (), own, other=-1)
     compared = positions
     if case.mask.is_full:
         compared = None
     elif positions is None:
-        compared = case.stride * slots + (0 if by is None else by[0])
+        compared = case.stride * slots + by
     return Side(slots, Tokens(compared, segments), positions)
 
 
@@ -284,13 +322,13 @@ def _ds(case: Case, p: jax.Array, dp: jax.Array, delta: jax.Array, steep: Any, s
     return ds if seen is None else jnp.where(seen, ds, 0.0)
 
 
-def _rows(case: Case, refs: Refs, g: Any, start: Any) -> tuple[tuple, jax.Array, jax.Array]:
+def _rows(case: Case, refs: Refs, g: Any, rows: Rows) -> tuple[tuple, jax.Array, jax.Array]:
     """q and dout of a tile, its lse to the base 2 and its delta times the scale."""
     q_ref, dout_ref, lse_ref, delta_ref = refs
-    q, dout = _load(q_ref, (g,), start, case.q, case.dim), _load(dout_ref, (g,), start, case.q, case.value_dim)
+    q, dout = _load(q_ref, (g,), rows, (0, case.dim)), _load(dout_ref, (g,), rows, (0, case.value_dim))
     # Rows that see nothing, and rows that are not there, get lse +inf: their probabilities are 0.
-    lse = _load(lse_ref, (g,), start, case.q, other=jnp.inf) * LOG2_E
-    delta = _load(delta_ref, (g,), start, case.q) * case.rule.scale
+    lse = _load(lse_ref, (g,), rows, other=jnp.inf) * LOG2_E
+    delta = _load(delta_ref, (g,), rows) * case.rule.scale
     return (q, dout), jnp.where(lse == -jnp.inf, jnp.inf, lse), delta
 
 
@@ -311,32 +349,30 @@ def _added(p: jax.Array, broken: jax.Array | None) -> jax.Array:
     return p if broken is None else p + broken[None, :]
 
 
-def _load(
-    ref: Ref, index: tuple, start: Any, extent: Extent, width: int | None = None, other: float = 0
-) -> jax.Array:
-    """A tile of a reference [*index, L] or [*index, L, width], filled up with `other`."""
-    view, mask = _view(ref, index, start, extent, width)
+def _load(ref: Ref, index: tuple, rows: Rows, columns: Columns | None = None, other: float = 0) -> jax.Array:
+    """Rows of a reference [*index, L], or of some columns of [*index, L, width], filled up with `other`."""
+    view, mask = _view(ref, index, rows, columns)
     return triton.load(view) if mask is None else triton.load(view, mask=mask, other=other)
 
 
-def _store(ref: Ref, index: tuple, start: Any, extent: Extent, x: jax.Array, width: int | None = None) -> None:
-    view, mask = _view(ref, index, start, extent, width)
+def _store(ref: Ref, index: tuple, rows: Rows, x: jax.Array, columns: Columns | None = None) -> None:
+    view, mask = _view(ref, index, rows, columns)
     triton.store(view, x.astype(ref.dtype), mask=mask)
 
 
-def _view(ref: Ref, index: tuple, start: Any, extent: Extent, width: int | None) -> tuple[Ref, jax.Array | None]:
-    """A tile of a reference, and which of it exists, None = all."""
-    slots, mask = pl.ds(start, extent.tile), None
-    if extent.length % extent.tile:
-        mask = start + jnp.arange(extent.tile, dtype=jnp.int32) < extent.length
-    if width is None:
+def _view(ref: Ref, index: tuple, rows: Rows, columns: Columns | None) -> tuple[Ref, jax.Array | None]:
+    """These rows of a reference, and which of it exists, None = all."""
+    slots, mask = pl.ds(rows.first + rows.start, rows.extent.tile), None
+    if rows.extent.over:
+        mask = rows.start + jnp.arange(rows.extent.tile, dtype=jnp.int32) < rows.extent.length
+    if columns is None:
         return ref.at[(*index, slots)], mask
-    full, mask = ref.shape[-1], None if mask is None else mask[:, None]
-    if width != full:
-        columns = (jnp.arange(full, dtype=jnp.int32) < width)[None, :]
-        mask = columns if mask is None else mask & columns
-    mask = None if mask is None else jnp.broadcast_to(mask, (extent.tile, full))
-    return ref.at[(*index, slots, slice(None))], mask
+    (first, count), full, mask = columns, width_of(columns[1]), None if mask is None else mask[:, None]
+    if count != full:
+        there = (jnp.arange(full, dtype=jnp.int32) < count)[None, :]
+        mask = there if mask is None else mask & there
+    mask = None if mask is None else jnp.broadcast_to(mask, (rows.extent.tile, full))
+    return ref.at[(*index, slots, pl.ds(first, full))], mask
 
 
 def _dot(a: jax.Array, b: jax.Array, over_a: int, over_b: int) -> jax.Array:

@@ -14,7 +14,7 @@ from ringjax.attention.mask import Mask, Tokens, may_meet, must_meet
 
 
 class Extent(NamedTuple):
-    """A side of a block, cut into tiles; the last one may be filled in part only."""
+    """The slots of a call on one side, cut into tiles; the last one may be filled in part only."""
 
     length: int
     tile: int
@@ -27,6 +27,16 @@ class Extent(NamedTuple):
     def filled(self) -> int:
         """Slots of all tiles."""
         return self.tiles * self.tile
+
+    @property
+    def over(self) -> int:
+        """By how much the last tile reaches beyond the slots."""
+        return self.filled - self.length
+
+
+def width_of(dim: int) -> int:
+    """Triton's arrays have sizes that are powers of two, and 16 is the least that tensor cores multiply."""
+    return max(16, 1 << (dim - 1).bit_length())
 
 
 class Visits(NamedTuple):

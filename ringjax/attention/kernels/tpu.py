@@ -5,14 +5,18 @@ modules take a third of a second to import: they are, when a kernel is first bui
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
-from ringjax.attention.kernels.base import BlockKernel, Relation
+from ringjax.attention.kernels.base import BlockKernel, Gradients, Relation, Slots
 from ringjax.attention.kernels.tpu_visits import Cut
 from ringjax.attention.scores import ScoreRule
 from ringjax.attention.softmax import Partial
+
+if TYPE_CHECKING:
+    from ringjax.attention.kernels.tpu_program import Program, Starts
 
 LANES = 128
 
@@ -52,33 +56,61 @@ class TpuKernel(BlockKernel):
                 )
 
     @property
+    def apart(self) -> bool:
+        return True
+
+    @property
     def check_vma(self) -> bool:
         return not self.interpret  # jax's interpreter of kernels loses track
 
-    def forward(self, q, k, v, relation, rule, heads, before) -> Partial:
-        q, k, v = (_supported(x) for x in (q, k, v))
-        return self._program(q, k, v, relation, rule).forward(q, k, v, heads, before)
+    def forward(self, q, kv, relation, rule, heads, before, q_slots, k_slots) -> Partial:
+        q, kv = _supported(q), _supported(kv)
+        program, starts = self._program(q, kv, relation, rule, q_slots, k_slots)
+        if starts is not None:
+            return program.forward(q, kv, heads, before, starts)
+        part = Partial(*(q_slots.take(x, 3) for x in before))
+        part = program.forward(q_slots.take(q, 3), k_slots.take(kv, 2), heads, part, (0, 0))
+        return Partial(*(q_slots.put(x, new, 3) for x, new in zip(before, part, strict=True)))
 
-    def backward(self, q, k, v, relation, rule, heads, lse, delta, dout):
-        q, k, v, dout = (_supported(x) for x in (q, k, v, dout))
-        return self._program(q, k, v, relation, rule).backward(q, k, v, heads, lse, delta, dout)
+    def backward(self, q, kv, relation, rule, heads, lse, delta, dout, before, q_slots, k_slots) -> Gradients:
+        q, kv, dout = (_supported(x) for x in (q, kv, dout))
+        program, starts = self._program(q, kv, relation, rule, q_slots, k_slots)
+        if starts is not None:
+            return program.backward(q, kv, heads, lse, delta, dout, before, starts)
+        q, lse, delta, dout = (q_slots.take(x, 3) for x in (q, lse, delta, dout))
+        some = Gradients(
+            None if before.dq is None else q_slots.take(before.dq, 3),
+            None if before.dkv is None else k_slots.take(before.dkv, 2),
+        )
+        some = program.backward(q, k_slots.take(kv, 2), heads, lse, delta, dout, some, (0, 0))
+        return Gradients(
+            None if before.dq is None else q_slots.put(before.dq, some.dq, 3),
+            None if before.dkv is None else k_slots.put(before.dkv, some.dkv, 2),
+        )
 
-    def _program(self, q: jax.Array, k: jax.Array, v: jax.Array, relation: Relation, rule: ScoreRule):
+    def _program(
+        self, q: jax.Array, kv: jax.Array, relation: Relation, rule: ScoreRule, q_slots: Slots, k_slots: Slots
+    ) -> tuple["Program", "Starts | None"]:
+        """What to run, and the tiles at which the slots begin; None if they are not made of tiles of the blocks."""
         from ringjax.attention.kernels.tpu_program import Program
 
-        q_tile, k_tile, heads = self._tiles(q, k, v)
-        cut = Cut(relation, (q.shape[3], k.shape[2]), (q_tile, k_tile))
-        return Program(cut, rule, heads, self.vmem, self.interpret)
+        q_tile, k_tile, heads = self._tiles(q, kv, q_slots.size, k_slots.size)
+        cut = Cut(relation, (q_slots.size, k_slots.size), (q_tile, k_tile))
+        program = Program(cut, rule, heads, q.shape[-1], self.vmem, self.interpret)
+        sides = ((q_slots, q_tile, q.shape[3]), (k_slots, k_tile, kv.shape[2]))
+        if not all(slots.size == length or _divides(tile, slots) for slots, tile, length in sides):
+            return program, None
+        return program, (q_slots.start // q_tile, k_slots.start // k_tile)
 
-    def _tiles(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[int, int, int]:
+    def _tiles(self, q: jax.Array, kv: jax.Array, q_len: int, k_len: int) -> tuple[int, int, int]:
         """Queries of a tile, keys of a tile, and query heads that share a tile of keys."""
-        group, q_len, k_len, unit = q.shape[2], q.shape[3], k.shape[2], 1 if self.interpret else LANES
+        group, unit = q.shape[2], 1 if self.interpret else LANES
         q_most, k_most, rows = self.q_tile, self.k_tile, self.rows
         while True:
             q_tile, k_tile = _tile(q_len, q_most, unit), _tile(k_len, k_most, unit)
             most = min(group, max(1, rows // q_tile))
             heads = next(heads for heads in range(most, 0, -1) if group % heads == 0)
-            if _bytes(q_tile, k_tile, heads, max(q.shape[-1], v.shape[-1]), q.dtype.itemsize) <= self.vmem:
+            if _bytes(q_tile, k_tile, heads, q.shape[-1], kv.shape[-1] - q.shape[-1], q.dtype.itemsize) <= self.vmem:
                 return q_tile, k_tile, heads
             if k_tile > 256:
                 k_most = _half(k_tile)
@@ -90,17 +122,22 @@ class TpuKernel(BlockKernel):
                 return q_tile, k_tile, heads  # head dims in the thousands: the compiler has the last word
 
 
-def _bytes(q_tile: int, k_tile: int, heads: int, dim: int, size: int) -> int:
+def _divides(tile: int, slots: Slots) -> bool:
+    return slots.unit % tile == 0 and slots.size % tile == 0
+
+
+def _bytes(q_tile: int, k_tile: int, heads: int, dim: int, value_dim: int, size: int) -> int:
     """What a step needs, for numbers of `size` bytes: tiles, twice if they come or go meanwhile, and scores.
 
     Of scores and their kin about four in float32 are alive at a time, and the pieces of float32 operands besides: as
     compiled, with the widths used here.
     """
-    width = -(-dim // LANES) * LANES
-    queries, keys, scores = heads * q_tile * width, k_tile * 2 * width, q_tile * k_tile
-    forward = queries * (2 * size + 2 * 8 + 4) + keys * 2 * size
-    of_keys = queries * 4 * size + keys * (2 * size + 2 * 4)
-    return max(forward, of_keys) + scores * 4 * (3 + size // 2)
+    width, value_width, both = (-(-x // LANES) * LANES for x in (dim, value_dim, dim + value_dim))
+    queries, keys, scores = heads * q_tile, k_tile * both, q_tile * k_tile
+    forward = queries * (width * 2 * size + value_width * (4 * 4 + 4)) + keys * 2 * size
+    of_queries = queries * (width * (2 * size + 4 * 4 + 4) + value_width * 2 * size) + keys * 2 * size
+    of_keys = queries * (width + value_width) * 2 * size + keys * (2 * size + 4 * 4)
+    return max(forward, of_queries, of_keys) + scores * 4 * (3 + size // 2)
 
 
 def _tile(length: int, most: int, unit: int) -> int:

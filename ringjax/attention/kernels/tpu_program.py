@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ringjax.attention.kernels.base import Order
+from ringjax.attention.kernels.base import Gradients, Order
 from ringjax.attention.kernels.tpu_visits import Cut, lead_by
 from ringjax.attention.mask import Tokens, visible
 from ringjax.attention.scores import Heads, ScoreRule, alibi_bias, keep
@@ -29,6 +29,7 @@ from ringjax.attention.softmax import Partial, finite_or_zero
 
 LANES = 128
 Arrays = dict[str, jax.Array]
+Starts = tuple[jax.Array | int, jax.Array | int]
 Refs = dict[str, Any]
 
 
@@ -37,6 +38,7 @@ class Scalars(NamedTuple):
 
     stays: Any  # see Visits, [T]
     comes: Any  # [(B or 1) * T]
+    starts: Any  # [2], the tiles of queries and of keys at which the slots of the call begin
     by: Any  # [1], how far queries are ahead of keys
     slopes: Any  # [B * K * G] of ALiBi
     noise: Any  # [B * K * G] of dropout, as int32
@@ -70,6 +72,7 @@ class Program:
       cut: the tiles, and what sees what.
       rule: what happens to scores.
       heads: query heads of a step.
+      dim: D.
       vmem: see TpuKernel.
       interpret: see TpuKernel.
     """
@@ -77,27 +80,30 @@ class Program:
     cut: Cut
     rule: ScoreRule
     heads: int
+    dim: int
     vmem: int
     interpret: bool
 
-    def forward(self, q: jax.Array, k: jax.Array, v: jax.Array, heads: Heads, before: Partial) -> Partial:
+    def forward(self, q: jax.Array, kv: jax.Array, heads: Heads, before: Partial, starts: Starts) -> Partial:
         """See BlockKernel.forward."""
-        rows, dim = (self.heads, self.cut.tiles[0]), v.shape[-1]
-        arrays = {"q": q, "k": k, "v": v, "before_out": before.out, "before_lse": before.lse}
+        rows, dim = (self.heads, self.cut.tiles[0]), before.out.shape[-1]
+        arrays = {"q": q, "kv": kv, "before_out": before.out, "before_lse": before.lse}
         scratch = [_scratch(rows[0], dim, rows[1]), _scratch(rows[0], 1, rows[1]), _scratch(rows[0], 1, rows[1])]
-        out = {"out": before.out, "lse": before.lse}
-        # The result takes the place of what it is merged with: each tile is read before it is written.
-        same = {"before_out": "out", "before_lse": "lse"}
-        results = self._call("forward", self._forward, arrays, heads, out, scratch, same)
+        results = self._call("forward", self._forward, arrays, heads, starts, before._asdict(), scratch)
         return Partial(results["out"], results["lse"])
 
-    def backward(self, q, k, v, heads: Heads, lse, delta, dout) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def backward(self, q, kv, heads: Heads, lse, delta, dout, before: Gradients, starts: Starts) -> Gradients:
         """See BlockKernel.backward."""
-        arrays = {"q": q, "k": k, "v": v, "lse": lse, "delta": delta, "dout": dout}
-        scratch = [_scratch(self.heads, q.shape[-1], self.cut.tiles[0])]
-        of_queries = self._call("dq", self._backward_queries, arrays, heads, {"dq": q}, scratch)
-        of_keys = self._call("dkv", self._backward_keys, arrays, heads, {"dk": k, "dv": v}, [])
-        return of_queries["dq"], of_keys["dk"], of_keys["dv"]
+        arrays = {"q": q, "kv": kv, "lse": lse, "delta": delta, "dout": dout}
+        scratch = [_scratch(self.heads, self.dim, self.cut.tiles[0])]
+        dq, dkv = before
+        if dq is not None:
+            of_q = arrays | {"before_dq": dq}
+            dq = self._call("dq", self._backward_queries, of_q, heads, starts, {"dq": dq}, scratch)["dq"]
+        if dkv is not None:
+            of_k = arrays | {"before_dkv": dkv}
+            dkv = self._call("dkv", self._backward_keys, of_k, heads, starts, {"dkv": dkv}, [])["dkv"]
+        return Gradients(dq, dkv)
 
     def _forward(self, visit: Visit, refs: Refs, out: Refs, acc, top, total) -> None:
         """One visit of a tile of queries. acc is [heads, Dv, x]: out, not yet divided by total, on its side."""
@@ -111,7 +117,7 @@ class Program:
 
         def attend(clear: bool):
             k, v, edge = self._keys(visit, refs, clear)
-            k = refs["k"][...]  # what is broken in k shows in the scores, and goes no further
+            k = self._key_rows(refs)  # what is broken in k shows in the scores, and goes no further
             v_t = v.T
 
             def attend_head(g):
@@ -148,7 +154,8 @@ class Program:
 
         @pl.when(visit.starts)
         def _start():
-            acc[...] = jnp.zeros_like(acc)
+            for g in range(self.heads):
+                acc[g] = refs["before_dq"][g].T
 
         def attend(clear: bool):
             k, _, edge = self._keys(visit, refs, clear)
@@ -173,8 +180,7 @@ class Program:
 
         @pl.when(visit.starts)
         def _start():
-            out["dk"][...] = jnp.zeros_like(out["dk"])
-            out["dv"][...] = jnp.zeros_like(out["dv"])
+            out["dkv"][...] = refs["before_dkv"][...]
 
         def attend(clear: bool):
             _, _, edge = self._keys(visit, refs, clear)
@@ -186,8 +192,8 @@ class Program:
                     # The rows of delta that are broken are broken in dout or in out, which is dout's fellow.
                     (q, dout), broken_q = _tame(q, dout, more=_as_column(refs["delta"][g]))
                 weights, ds = self._weights(visit, refs, g, edge, broken_q)
-                out["dk"][...] += _dot(ds, q, 1, 0)
-                out["dv"][...] += _dot(weights, dout, 1, 0)
+                out["dkv"][:, : self.dim] += _dot(ds, q, 1, 0)
+                out["dkv"][:, self.dim :] += _dot(weights, dout, 1, 0)
 
             _each(self.heads, attend_head, 1 if self.interpret else 2)
 
@@ -198,7 +204,7 @@ class Program:
     ) -> tuple[jax.Array, jax.Array]:
         """What dout and q are multiplied by for dv and dk, both [s, x] in the inputs' dtype."""
         q, dout, lse, delta = (refs[name][g] for name in ("q", "dout", "lse", "delta"))
-        scores, slope = self._scores(visit, refs, g, _dot(refs["k"][...], q, 1, 1))
+        scores, slope = self._scores(visit, refs, g, _dot(self._key_rows(refs), q, 1, 1))
         # Rows that see nothing have lse -inf: their weights are 0, as if it were +inf.
         excess = scores - jnp.where(jnp.isneginf(lse), jnp.inf, lse)
         # No score is above the lse it is part of, but for rounding. A comparison, since NaN has to pass.
@@ -206,7 +212,7 @@ class Program:
         if edge is not None:
             assert broken_q is not None
             p = jnp.where(edge.seen, p + edge.broken_k + _as_row(broken_q), 0.0)
-        dp = _dot(refs["v"][...], dout, 1, 1)
+        dp = _dot(self._value_rows(refs), dout, 1, 1)
         kept = self._kept(visit, refs, g)
         weights, dp = (p, dp) if kept is None else (p * kept, dp * kept)
         ds = p * (dp - delta) * self.rule.scale
@@ -216,9 +222,15 @@ class Program:
             ds = jnp.where(edge.seen, ds, 0.0)
         return weights.astype(dout.dtype), ds.astype(q.dtype)
 
+    def _key_rows(self, refs: Refs) -> jax.Array:
+        return refs["kv"][:, : self.dim]
+
+    def _value_rows(self, refs: Refs) -> jax.Array:
+        return refs["kv"][:, self.dim :]
+
     def _keys(self, visit: Visit, refs: Refs, clear: bool) -> tuple[jax.Array, jax.Array, Seen | None]:
         """k and v, tame unless all is visible, and what has to be observed then."""
-        k, v = refs["k"][...], refs["v"][...]
+        k, v = self._key_rows(refs), self._value_rows(refs)
         if clear:
             return k, v, None
         (k, v), broken = _tame(k, v)
@@ -287,11 +299,14 @@ class Program:
         body: Callable[..., None],
         arrays: Arrays,
         heads: Heads,
+        starts: Starts,
         outs: Arrays,
         scratch: list,
-        same: dict[str, str] | None = None,
     ) -> Arrays:
-        """Run a body over the grid. `outs` are arrays of the results' shapes; `same` says what they replace."""
+        """Run a body over the grid. The result "x", like `outs["x"]`, takes the place of the array "before_x".
+
+        Each of its tiles is read before it is written.
+        """
         q, keys_stay = arrays["q"], name == "dkv"
         batch, kv_heads, group = q.shape[:3]
         visits = self.cut.visits(keys_stay)
@@ -302,6 +317,7 @@ class Program:
         scalars = Scalars(
             jnp.asarray(visits.stays),
             visits.comes.reshape(-1),
+            jnp.stack([jnp.asarray(start, jnp.int32) for start in starts]),
             jnp.asarray(lead_by(self.cut.relation), jnp.int32).reshape(1),
             nothing if heads.slopes is None else heads.slopes.reshape(-1),
             nothing if noise is None else noise,
@@ -339,7 +355,7 @@ class Program:
                 scratch_shapes=scratch,
             ),
             input_output_aliases={
-                len(Scalars._fields) + names.index(a): sorted(out_shape).index(b) for a, b in (same or {}).items()
+                len(Scalars._fields) + names.index(f"before_{name}"): at for at, name in enumerate(sorted(out_shape))
             },
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("parallel",) * parallel + ("arbitrary",) * (4 - parallel),
@@ -382,18 +398,22 @@ class _Places:
         """The tile of an array, by its name."""
         q_tile, k_tile = self.program.cut.tiles
         match name:
-            case "k" | "v" | "dk" | "dv":
-                return pl.BlockSpec((None, None, k_tile, shape[-1]), self._index("bhk0"))
+            case "kv" | "before_dkv" | "dkv":
+                return pl.BlockSpec((None, None, k_tile, shape[-1]), self._index("bhK0"))
             case "q_positions" | "q_segments":
                 return pl.BlockSpec((None, 1, q_tile), self._index("b0q" if shape[0] > 1 else "00q"))
             case "k_positions" | "k_segments":
                 return pl.BlockSpec((None, 1, k_tile), self._index("b0k" if shape[0] > 1 else "00k"))
             case "before_lse" | "lse" | "delta":
-                return pl.BlockSpec((None, None, self.program.heads, 1, q_tile), self._index("bhn0q"))
-        return pl.BlockSpec((None, None, self.program.heads, q_tile, shape[-1]), self._index("bhnq0"))
+                return pl.BlockSpec((None, None, self.program.heads, 1, q_tile), self._index("bhn0Q"))
+        return pl.BlockSpec((None, None, self.program.heads, q_tile, shape[-1]), self._index("bhnQ0"))
 
     def _index(self, dims: str) -> Callable[..., tuple]:
-        """An index map, a letter for each dim: b, h, n as in the grid, q or k the tile, 0 the only one."""
+        """An index map, a letter for each dim.
+
+        They are b, h, n as in the grid; q or k the tile among those of the call's slots, Q or K among the block's; 0
+        the only one.
+        """
 
         def index(b, head, *rest):
             t, n = rest[:2] if self.keys_stay else rest[1::-1]
@@ -402,7 +422,9 @@ class _Places:
             tile = {self.keys_stay: scalars.stays[t], not self.keys_stay: code >> 2}
             if self.keys_stay:  # where nothing is needed, nothing is fetched
                 n = jnp.where(code & 1 == 1, n, self.steps - 1)
-            found = {"b": b, "h": head, "n": n, "q": tile[False], "k": tile[True], "0": 0}
+            q, k = tile[False], tile[True]
+            found = {"b": b, "h": head, "n": n, "q": q, "k": k, "0": 0}
+            found |= {"Q": scalars.starts[0] + q, "K": scalars.starts[1] + k}
             return tuple(found[letter] for letter in dims)
 
         return index

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from ringjax.attention.kernels.base import BlockKernel
+from ringjax.attention.kernels.base import BlockKernel, Gradients
 from ringjax.attention.kernels.tiles import Pair, State, Tiles, by_rows
 from ringjax.attention.scores import ScoreRule
 from ringjax.attention.softmax import Partial, filled, finite_or_zero, merge
@@ -36,8 +36,9 @@ class XlaKernel(BlockKernel):
     k_tile: int = 512
     name = "xla"
 
-    def forward(self, q, k, v, relation, rule, heads, before) -> Partial:
+    def forward(self, q, kv, relation, rule, heads, before, q_slots, k_slots) -> Partial:
         unit = _unit(rule)
+        k, v = jnp.split(k_slots.take(kv, 2), [q.shape[-1]], axis=-1)
 
         def attend(tiles: Tiles, q: jax.Array, k: jax.Array, v: jax.Array) -> State:
             qs, ks, vs = tiles.cut_q(q), tiles.cut_k(k), tiles.cut_k(v)
@@ -64,11 +65,15 @@ class XlaKernel(BlockKernel):
             out = out / jnp.where(total == 0, 1.0, total)[..., None]
             return tiles.join_q(out), tiles.join_q(unit * finite_or_zero(top) + jnp.log(total))
 
-        return merge(before, Partial(*by_rows(attend, relation, rule, heads, (q, k, v), self.q_tile, self.k_tile)))
+        arrays = (q_slots.take(q, 3), k, v)
+        part = Partial(*by_rows(attend, relation, rule, heads, arrays, self.q_tile, self.k_tile))
+        merged = merge(Partial(*(q_slots.take(x, 3) for x in before)), part)
+        return Partial(*(q_slots.put(x, new, 3) for x, new in zip(before, merged, strict=True)))
 
-    def backward(self, q, k, v, relation, rule, heads, lse, delta, dout):
+    def backward(self, q, kv, relation, rule, heads, lse, delta, dout, before, q_slots, k_slots) -> Gradients:
         # Rows that see nothing, and rows added to fill a tile, get lse +inf: their probabilities are 0.
         lse, unit = jnp.where(jnp.isneginf(lse), jnp.inf, lse), _unit(rule)
+        k, v = jnp.split(k_slots.take(kv, 2), [q.shape[-1]], axis=-1)
 
         def attend(tiles: Tiles, q, k, v, lse, delta, dout) -> State:
             qs, ks, vs, douts = tiles.cut_q(q), tiles.cut_k(k), tiles.cut_k(v), tiles.cut_q(dout)
@@ -102,8 +107,12 @@ class XlaKernel(BlockKernel):
             dq, dk, dv = tiles.loop(step, state, sides="qkk")
             return tiles.join_q(dq), tiles.join_k(dk), tiles.join_k(dv)
 
+        q, lse, delta, dout = (q_slots.take(x, 3) for x in (q, lse, delta, dout))
         arrays = (q, k, v, lse, delta, dout)
-        return by_rows(attend, relation, rule, heads, arrays, self.q_tile, self.k_tile, keys_first=True)
+        dq, *dkv = by_rows(attend, relation, rule, heads, arrays, self.q_tile, self.k_tile, keys_first=True)
+        dq = q_slots.put(before.dq, q_slots.take(before.dq, 3) + dq, 3)
+        share = jnp.concatenate(dkv, axis=-1)
+        return Gradients(dq, k_slots.put(before.dkv, k_slots.take(before.dkv, 2) + share, 2))
 
 
 def _unit(rule: ScoreRule) -> float:
