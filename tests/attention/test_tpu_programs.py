@@ -55,8 +55,8 @@ def compiled(generation, packed=False, positions=False, dtype="bfloat16", **opti
             q, k, v, mesh=mesh, layout="zigzag", kernel=kernel, return_lse=True, **tokens, **options
         )
 
-    def backward(q, k, v, tokens, cotangents):
-        return jax.vjp(lambda q, k, v: forward(q, k, v, tokens), q, k, v)[1](cotangents)
+    def pulled(q, k, v, tokens):
+        return jax.vjp(lambda q, k, v: forward(q, k, v, tokens), q, k, v)[1]
 
     names = [name for name, given in (("segment_ids", packed), ("positions", positions)) if given]
     inputs = (
@@ -66,7 +66,15 @@ def compiled(generation, packed=False, positions=False, dtype="bfloat16", **opti
         dict.fromkeys(names, array(dtype=jnp.int32)),
     )
     cotangents = array(HEADS, DIM), array(HEADS, dtype=jnp.float32)
-    for name, lap, arrays in (("forward", forward, inputs), ("backward", backward, (*inputs, cotangents))):
+    residuals = jax.tree.map(
+        lambda x: array(*x.shape[2:], dtype=x.dtype) if x.shape[1:2] == (RING * BLOCK,) else x,
+        jax.eval_shape(pulled, *inputs),
+    )
+    laps = {
+        "forward": (forward, inputs),
+        "backward": (lambda pullback, cotangents: pullback(cotangents), (residuals, cotangents)),
+    }
+    for name, (lap, arrays) in laps.items():
         start = time.monotonic()
         lowered = jax.jit(lap).lower(*arrays)
         yield name, lowered, lowered.compile(), time.monotonic() - start
@@ -126,7 +134,7 @@ def test_laps_compile_within_their_memory(generation, case):
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert [row["lap"] for row in rows] == ["forward", "backward"]
     for row in rows:
-        assert row["kernels"] >= (2 if row["lap"] == "forward" else 4), row
+        assert row["kernels"] >= 2, row
         assert row["temporary_bytes"] <= 1.15 * row["needed_bytes"], row
 
 
