@@ -102,7 +102,7 @@ def ring_attention(
         its batch index; give them where a batch is one of several parts.
       strategy: "ring".
       kernel: attention of one block against one block: "auto" (the best one for the mesh's devices), "xla", "tpu",
-        "gpu", or a `BlockKernel`.
+        "splash", "gpu", "cudnn", or a `BlockKernel`. A kernel that is named refuses what it cannot do.
       return_lse: also return the log-sum-exp.
 
     Returns:
@@ -132,7 +132,8 @@ def ring_attention(
     tokens = _tokens(q, k, mask, rule, segment_ids, positions, kv_segment_ids, kv_positions)
     if positions is None:
         mask = mask.within(k.shape[1])
-    block_kernel = get_kernel(kernel, _platform(mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh))
+    platform = _platform(mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh)
+    block_kernel = get_kernel(kernel, platform, whole=size == 1)
     ring = Ring(axes.seq, size, get_layout(layout), mask, rule, block_kernel)
 
     fill_q, fill_k = (_Filling(ring.layout, x.shape[1], size) for x in (q, k))
@@ -242,7 +243,7 @@ def ring_attention_shard(
     heads = _heads(slopes, seed, sequences, _numbers((axes.head,) if axes.head else (), num_heads))
     if positions is None:
         mask = mask.within(k.shape[1] * size)
-    block_kernel = get_kernel(kernel, _platform(jax.sharding.get_abstract_mesh()))
+    block_kernel = get_kernel(kernel, _platform(jax.sharding.get_abstract_mesh()), whole=size == 1)
     ring = Ring(axes.seq, size, ring_layout, mask, rule, block_kernel)
     inputs = _varying_alike((q, k, v, Side(*tokens, heads)), axes.seq)
     out, lse = attention(LocalProgram(ring), *inputs)  # type: ignore[misc]

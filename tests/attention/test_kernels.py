@@ -7,12 +7,14 @@ import pytest
 
 from ringjax.attention import Mask
 from ringjax.attention.kernels import (
+    CudnnKernel,
     GpuKernel,
     Gradients,
     Lead,
     Order,
     Relation,
     Slots,
+    SplashKernel,
     TpuKernel,
     XlaKernel,
     all_slots,
@@ -111,12 +113,30 @@ def padded(x, padding, dim):
     ],
 )
 def test_equals_the_formula(kernel, order, lead, q_len, k_len, packed, mask, padding):
+    check_formula(kernel, order, lead, q_len, k_len, packed, mask, padding)
+
+
+@pytest.mark.parametrize(
+    ("order", "lead", "q_len", "k_len", "packed", "mask", "padding"),
+    [
+        (Order.ALL, Lead(), 128, 256, False, Mask(), (128, 128)),
+        (Order.SLOTS, Lead(), 256, 256, True, Mask(), (0, 0)),
+        (Order.SLOTS, Lead(by=-1, low=-1, high=-1), 256, 256, False, Mask(window=100), (256, 0)),
+    ],
+)
+def test_splash_equals_the_formula(order, lead, q_len, k_len, packed, mask, padding):
+    """Its tiles are 128 slots at least, and its scale is a power of two."""
+    kernel = SplashKernel(tile=128, exact=XlaKernel(), interpret=True)
+    check_formula(kernel, order, lead, q_len, k_len, packed, mask, padding, dim=64, scale=0.125)
+
+
+def check_formula(kernel, order, lead, q_len, k_len, packed, mask, padding, dim=DIM, scale=0.3):
     rng = np.random.default_rng(0)
-    q, dout = (rng.normal(size=(BATCH, KV_HEADS, GROUP, q_len, DIM)) for _ in range(2))
-    k, v = (rng.normal(size=(BATCH, KV_HEADS, k_len, DIM)) for _ in range(2))
+    q, dout = (rng.normal(size=(BATCH, KV_HEADS, GROUP, q_len, dim)) for _ in range(2))
+    k, v = (rng.normal(size=(BATCH, KV_HEADS, k_len, dim)) for _ in range(2))
     delta = rng.normal(size=(BATCH, KV_HEADS, GROUP, q_len))
     relation, seen = relation_and_sight(order, lead, q_len, k_len, packed, mask)
-    out, lse, p = dense(q, k, v, seen, 0.3)
+    out, lse, p = dense(q, k, v, seen, scale)
     # Some rows have seen other keys before, and some have not.
     before_out, before_lse = rng.normal(size=out.shape), rng.normal(size=lse.shape)
     before_lse[..., ::3], before_out[..., ::3, :] = -np.inf, 0
@@ -124,12 +144,12 @@ def test_equals_the_formula(kernel, order, lead, q_len, k_len, packed, mask, pad
     shift = np.where(np.isneginf(merged_lse), 0, merged_lse)
     merged = sum(x * np.exp(y - shift)[..., None] for x, y in ((out, lse), (before_out, before_lse)))
     # They have raised the lse: the backward pass must use the one it is given.
-    dq, dk, dv = dense_backward(q, k, v, p * np.exp(lse - shift)[..., None], delta, dout, 0.3)
+    dq, dk, dv = dense_backward(q, k, v, p * np.exp(lse - shift)[..., None], delta, dout, scale)
     dkv = np.concatenate([dk, dv], -1)
     before_dq, before_dkv = rng.normal(size=dq.shape), rng.normal(size=dkv.shape)
 
     slots = [some_slots(q_len, padding[0]), some_slots(k_len, padding[1])]
-    rest = relation, ScoreRule(0.3), Heads()
+    rest = relation, ScoreRule(scale), Heads()
     q, *of_q = (padded(x, padding[0], 3) for x in (q, merged_lse, delta, dout))
     kv = padded(np.concatenate([k, v], -1), padding[1], 2)
     before = Partial(padded(before_out, padding[0], 3), padded(before_lse, padding[0], 3))
@@ -172,11 +192,17 @@ def test_kernels_by_name(caplog):
     with caplog.at_level("DEBUG", "ringjax"):
         assert get_kernel("auto", "cpu") == get_kernel("xla", "tpu") == XlaKernel()
         assert get_kernel("auto", "tpu") == get_kernel("tpu", "tpu") == TpuKernel()
+        assert get_kernel("auto", "gpu") == get_kernel("gpu", "gpu") == GpuKernel()
     assert "attention kernel xla, since the devices are CPUs: they have none of their own" in caplog.text
     assert "attention kernel tpu, since the devices are TPUs: it is fused for them" in caplog.text
+    assert get_kernel("splash", "tpu") == SplashKernel()
+    assert get_kernel("cudnn", "gpu") == CudnnKernel()
     mine = XlaKernel(q_tile=64)
     assert get_kernel(mine, "cpu") is mine
     with pytest.raises(ValueError, match="unknown kernel 'magic'; the kernels are auto, xla"):
         get_kernel("magic", "cpu")
-    with pytest.raises(ValueError, match="kernel 'tpu' runs on TPUs, and the devices here are CPUs; use 'auto'"):
-        get_kernel("tpu", "cpu")
+    for name, platform in (("tpu", "TPU"), ("splash", "TPU"), ("gpu", "GPU"), ("cudnn", "GPU")):
+        with pytest.raises(
+            ValueError, match=f"'{name}' runs on {platform}s, and the devices here are CPUs; use 'auto'"
+        ):
+            get_kernel(name, "cpu")

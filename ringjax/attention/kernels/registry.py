@@ -1,27 +1,37 @@
 """Which block kernel runs."""
 
 import logging
+from dataclasses import dataclass
 
-from ringjax.attention.kernels.base import BlockKernel
+import jax
+
+from ringjax.attention.kernels.base import BlockKernel, Gradients, Relation, Slots
+from ringjax.attention.kernels.cudnn import CudnnKernel
 from ringjax.attention.kernels.gpu import GpuKernel
+from ringjax.attention.kernels.splash import SplashKernel
 from ringjax.attention.kernels.tpu import TpuKernel
 from ringjax.attention.kernels.xla import XlaKernel
+from ringjax.attention.scores import ScoreRule
+from ringjax.attention.softmax import Partial
 
 logger = logging.getLogger(__name__)
 
-KERNELS: dict[str, BlockKernel] = {kernel.name: kernel for kernel in (XlaKernel(), TpuKernel(), GpuKernel())}
-# The kernels that run on one kind of device only, and the best of each kind; elsewhere and everywhere: "xla".
-PLATFORMS = {"tpu": "tpu", "gpu": "gpu"}
+KERNELS: dict[str, BlockKernel] = {
+    kernel.name: kernel for kernel in (XlaKernel(), TpuKernel(), SplashKernel(), GpuKernel(), CudnnKernel())
+}
+# The kernels that run on one kind of device only; elsewhere and everywhere: "xla".
+PLATFORMS = {"tpu": ("tpu", "splash"), "gpu": ("gpu", "cudnn")}
 
 
-def get_kernel(kernel: str | BlockKernel, platform: str) -> BlockKernel:
+def get_kernel(kernel: str | BlockKernel, platform: str, whole: bool = False) -> BlockKernel:
     """Return the kernel of a name; "auto" is the best one for the devices; a kernel of one's own is itself.
 
-    What "auto" takes is logged at level DEBUG, with the reason.
+    What "auto" takes is logged at level DEBUG, with the reason. A kernel that is named does what is asked or refuses.
 
     Args:
       kernel: what is asked for.
       platform: of the devices, as jax calls it: "cpu", "gpu" or "tpu".
+      whole: one call of the kernel gives the whole result, as in a ring of one.
 
     Raises:
       ValueError: there is no such kernel, or it does not run on these devices.
@@ -29,10 +39,10 @@ def get_kernel(kernel: str | BlockKernel, platform: str) -> BlockKernel:
     if isinstance(kernel, BlockKernel):
         return kernel
     if kernel == "auto":
-        return _best(platform)
+        return _best(platform, whole)
     if kernel not in KERNELS:
         raise ValueError(f"unknown kernel {kernel!r}; the kernels are auto, {', '.join(KERNELS)}")
-    needed = [where for where, name in PLATFORMS.items() if name == kernel]
+    needed = [where for where, names in PLATFORMS.items() if kernel in names]
     if needed and platform not in needed:
         raise ValueError(
             f"kernel {kernel!r} runs on {needed[0].upper()}s, and the devices here are {platform.upper()}s; use "
@@ -41,9 +51,68 @@ def get_kernel(kernel: str | BlockKernel, platform: str) -> BlockKernel:
     return KERNELS[kernel]
 
 
-def _best(platform: str) -> BlockKernel:
-    """What "auto" means on these devices."""
-    name = PLATFORMS.get(platform, "xla")
-    reason = "it is fused for them" if platform in PLATFORMS else "they have none of their own"
-    logger.debug("attention kernel %s, since the devices are %ss: %s", name, platform.upper(), reason)
-    return KERNELS[name]
+def _best(platform: str, whole: bool) -> BlockKernel:
+    """What "auto" means on these devices: the first kernel here that does not refuse.
+
+    In a ring, ringjax's own, which give float32 and add into what is there. The libraries' kernels do not:
+
+    - cuDNN rounds what each call gives to the inputs' dtype. An exact kernel rounded so, hop by hop, makes the
+      gradients in bfloat16 err up to 2.2 times as much as on one device (dk, structured inputs, zigzag, a ring of 8;
+      random inputs up to 1.4 times), where 1.25 is allowed.
+    - Splash has to be given float32 to avoid that, and its log-sum-exp comes in 128 copies: compiled for v5e, the
+      forward lap of a ring of 4 needs 557 MB beside its inputs and results where "tpu" needs the 134 MB of its
+      queries, result and blocks (H = 32, K = 8, D = 64, L = 8192), and a ring of one 425 MB and 134 MB. The merge
+      reads and writes the result once more in every step. With D = 128 it has no exact scale at all. All that it
+      does, "tpu" does in less, so it runs where it is named: as the other opinion.
+
+    Where one call gives the whole result, as in a ring of one, there is nothing to merge and its rounding is the
+    operator's own: there cuDNN comes first, by which the speed of others on these GPUs is measured.
+    """
+    if platform == "tpu":
+        kernels = (TpuKernel(),)
+    elif platform == "gpu":
+        kernels = (CudnnKernel(), GpuKernel()) if whole else (GpuKernel(),)
+    else:
+        kernels = (XlaKernel(),)
+    if platform not in PLATFORMS:
+        reason = "they have none of their own"
+    else:
+        reason = "it is the vendor's, for whole results" if len(kernels) > 1 else "it is fused for them"
+    logger.debug("attention kernel %s, since the devices are %ss: %s", kernels[0].name, platform.upper(), reason)
+    return kernels[0] if len(kernels) == 1 else FirstThatCan(kernels)
+
+
+@dataclass(frozen=True)
+class FirstThatCan(BlockKernel):
+    """The first of some kernels that does not refuse a call.
+
+    Attributes:
+      kernels: the last one refuses nothing.
+    """
+
+    kernels: tuple[BlockKernel, ...]
+    name = "auto"
+
+    @property
+    def check_vma(self) -> bool:
+        return all(kernel.check_vma for kernel in self.kernels)
+
+    def forward(self, q, kv, relation, rule, heads, before, q_slots, k_slots) -> Partial:
+        kernel = self._chosen(q, kv, relation, rule, q_slots, k_slots)
+        return kernel.forward(q, kv, relation, rule, heads, before, q_slots, k_slots)
+
+    def backward(self, q, kv, relation, rule, heads, lse, delta, dout, before, q_slots, k_slots) -> Gradients:
+        kernel = self._chosen(q, kv, relation, rule, q_slots, k_slots)
+        return kernel.backward(q, kv, relation, rule, heads, lse, delta, dout, before, q_slots, k_slots)
+
+    def _chosen(
+        self, q: jax.Array, kv: jax.Array, relation: Relation, rule: ScoreRule, q_slots: Slots, k_slots: Slots
+    ) -> BlockKernel:
+        some = q_slots.take(q, 3), k_slots.take(kv, 2)
+        for kernel in self.kernels[:-1]:
+            reason = kernel.refusal(*some, relation, rule)
+            if reason is None:
+                logger.debug("attention kernel %s for %d queries", kernel.name, q_slots.size)
+                return kernel
+            logger.debug("attention kernel %s not for %d queries: %s", kernel.name, q_slots.size, reason)
+        return self.kernels[-1]
