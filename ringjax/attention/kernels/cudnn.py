@@ -44,56 +44,66 @@ class CudnnKernel(BlockKernel):
         return _unmet(relation, rule, q_len, k_len) or checked_by_jax(q, kv) or jax_private.cudnn_problem()
 
     def forward(self, q, kv, relation, rule, heads, before, q_slots, k_slots) -> Partial:
-        of_slots = (q_slots.take(q, 3), k_slots.take(kv, 2))
-        insist(self, *of_slots, relation, rule)
+        some_q, some_kv = q_slots.take(q, 3), k_slots.take(kv, 2)
+        insist(self, some_q, some_kv, relation, rule)
 
         def again() -> Partial:
             return self.exact.forward(q, kv, relation, rule, heads, before, q_slots, k_slots)
 
-        causal, rows = relation.order is Order.SLOTS, of_slots[0].shape[:4]
-        out, lse = jax_private.cudnn_forward(*_arrays(*of_slots), rule.scale, causal)
-        part = Partial(out.astype(jnp.float32).reshape(*rows, -1), lse.reshape(rows))
-        merged = merge(Partial(*(q_slots.take(x, 3) for x in before)), part)
+        rows, q_BHLD = some_q.shape[:4], _by_head(some_q)
+        merged = Partial(*(q_slots.take(x, 3) for x in before))
+        for start, stop, causal in _parts(relation, rows[3], some_kv.shape[2]):
+            k, v = jnp.split(some_kv[:, :, start:stop], [q.shape[-1]], axis=-1)
+            out, lse = jax_private.cudnn_forward(q_BHLD, k, v, rule.scale, causal)
+            merged = merge(merged, Partial(out.astype(jnp.float32).reshape(*rows, -1), lse.reshape(rows)))
         result = Partial(*(q_slots.put(x, new, 3) for x, new in zip(before, merged, strict=True)))
-        return guarded(result, of_slots, again)
+        return guarded(result, (some_q, some_kv), again)
 
     def backward(self, q, kv, relation, rule, heads, lse, delta, dout, before, q_slots, k_slots) -> Gradients:
         of_rows = [q_slots.take(x, 3) for x in (lse, delta, dout)]
-        of_slots = (q_slots.take(q, 3), k_slots.take(kv, 2))
-        insist(self, *of_slots, relation, rule)
+        some_q, some_kv = q_slots.take(q, 3), k_slots.take(kv, 2)
+        insist(self, some_q, some_kv, relation, rule)
 
         def again() -> Gradients:
             rows = (lse, delta, dout)
             return self.exact.backward(q, kv, relation, rule, heads, *rows, before, q_slots, k_slots)
 
-        shape = of_slots[0].shape
-        lse_BHL, out, dout_BHLD = (_by_head(x) for x in (of_rows[0], stand_in(*of_rows[1:]), of_rows[2]))
-        causal = relation.order is Order.SLOTS
-        dq, *dkv = jax_private.cudnn_backward(*_arrays(*of_slots), lse_BHL, out, dout_BHLD, rule.scale, causal)
-        dq, dkv = dq.astype(jnp.float32).reshape(shape), jnp.concatenate(dkv, axis=-1).astype(jnp.float32)
-        result = Gradients(
-            q_slots.put(before.dq, q_slots.take(before.dq, 3) + dq, 3),
-            k_slots.put(before.dkv, k_slots.take(before.dkv, 2) + dkv, 2),
-        )
-        return guarded(result, (*of_slots, *of_rows, out), again)
+        out = stand_in(*of_rows[1:])
+        rows = [_by_head(x) for x in (of_rows[0], out, of_rows[2])]
+        dq, dkv, q_BHLD = q_slots.take(before.dq, 3), k_slots.take(before.dkv, 2), _by_head(some_q)
+        for start, stop, causal in _parts(relation, some_q.shape[3], some_kv.shape[2]):
+            k, v = jnp.split(some_kv[:, :, start:stop], [q.shape[-1]], axis=-1)
+            more_dq, *more_dkv = jax_private.cudnn_backward(q_BHLD, k, v, *rows, rule.scale, causal)
+            dq = dq + more_dq.reshape(dq.shape).astype(jnp.float32)
+            dkv = dkv.at[:, :, start:stop].add(jnp.concatenate(more_dkv, axis=-1).astype(jnp.float32))
+        result = Gradients(q_slots.put(before.dq, dq, 3), k_slots.put(before.dkv, dkv, 2))
+        return guarded(result, (some_q, some_kv, *of_rows, out), again)
 
 
 def stand_in(delta: jax.Array, dout: jax.Array) -> jax.Array:
     """Something like an out: of the shape and dtype of dout, and such that rowsum(dout * it) = delta.
 
-    cuDNN takes the out and works out delta from it, without the part that comes from the cotangent of the lse. Of all
-    that give delta, this is the shortest, delta dout / |dout|^2; it is not longer than the out itself where that
-    cotangent is 0, and rounding it changes delta no more than rounding the out does.
+    cuDNN takes the out and works out delta from it, without the part that comes from the cotangent of the lse. This
+    is the shortest row that gives delta, delta dout / |dout|^2, but for the place where dout is largest: there stands
+    what rounding the others has left, so that delta keeps some 17 bits.
 
-    Where a row of dout is 0 and its delta is not, there is none: NaN, by which `guarded` sees it.
+    Where a row of dout is 0 and its delta is not, there is no such row: this one is infinite, by which `guarded`
+    sees it.
     """
     dout_f32 = dout.astype(jnp.float32)
-    top = jnp.abs(dout_f32).max(-1)
-    none = top == 0
-    unit = dout_f32 / jnp.where(none, 1.0, top)[..., None]
-    length = delta / jnp.where(none, 1.0, top * (unit * unit).sum(-1))
-    length = jnp.where(none & (delta != 0), jnp.nan, length)
-    return (unit * length[..., None]).astype(dout.dtype)
+    at = jnp.argmax(jnp.abs(dout_f32), axis=-1, keepdims=True)
+    largest = jnp.arange(dout.shape[-1]) == at
+    top = jnp.take_along_axis(dout_f32, at, axis=-1)
+    rest = jnp.where(largest, 0.0, dout_f32 / jnp.where(top == 0, 1.0, top))
+    square = (rest * rest).sum(-1, keepdims=True)
+    few = square < 2.0**-20
+    delta = delta[..., None]
+    others = jnp.where(few, 0.0, rest * (delta / jnp.where(top == 0, 1.0, top) / jnp.where(few, 1.0, square)))
+    others = others.astype(dout.dtype)
+    left = delta - (others.astype(jnp.float32) * dout_f32).sum(-1, keepdims=True)
+    last = jnp.where((top == 0) & (delta == 0), 0.0, left / top)
+    # Without any dout, `last` is infinite: no number that `guarded` lets pass.
+    return jnp.where(largest, last.astype(dout.dtype), others)
 
 
 def _unmet(relation: Relation, rule: ScoreRule, q_len: int, k_len: int) -> str | None:
@@ -109,13 +119,19 @@ def _unmet(relation: Relation, rule: ScoreRule, q_len: int, k_len: int) -> str |
         return "it knows no positions that are data, and no prefix"
     if not mask.causal or mask.window is not None:
         return "it is used for causal and for full masks only, not for windows"
-    if q_len != k_len or (lead.low, lead.high) != (0, 0):
-        return "a causal mask must begin at the same position for queries and keys"
+    ahead, between = divmod(lead.low, lead.stride)
+    if lead.low != lead.high or between or ahead < 0 or ahead % 64 or ahead + q_len > k_len:
+        return "the queries of a causal mask must be ahead of the keys by a multiple of 64 slots, known beforehand"
     return None
 
 
-def _arrays(q: jax.Array, kv: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return _by_head(q), *jnp.split(kv, [q.shape[-1]], axis=-1)
+def _parts(relation: Relation, q_len: int, k_len: int) -> list[tuple[int, int, bool]]:
+    """Runs of keys, [start, stop), that all queries see, or that are the queries' own slots and causal."""
+    if relation.order is Order.ALL:
+        return [(0, k_len, False)]
+    ahead = relation.lead.low // relation.lead.stride
+    earlier = [(0, ahead, False)] if ahead else []
+    return [*earlier, (ahead, ahead + q_len, True)]
 
 
 def _by_head(x: jax.Array) -> jax.Array:

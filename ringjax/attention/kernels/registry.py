@@ -59,11 +59,10 @@ def _best(platform: str, whole: bool) -> BlockKernel:
     - cuDNN rounds what each call gives to the inputs' dtype. An exact kernel rounded so, hop by hop, makes the
       gradients in bfloat16 err up to 2.2 times as much as on one device (dk, structured inputs, zigzag, a ring of 8;
       random inputs up to 1.4 times), where 1.25 is allowed.
-    - Splash has to be given float32 to avoid that, and its log-sum-exp comes in 128 copies: compiled for v5e, the
-      forward lap of a ring of 4 needs 557 MB beside its inputs and results where "tpu" needs the 134 MB of its
-      queries, result and blocks (H = 32, K = 8, D = 64, L = 8192), and a ring of one 425 MB and 134 MB. The merge
-      reads and writes the result once more in every step. With D = 128 it has no exact scale at all. All that it
-      does, "tpu" does in less, so it runs where it is named: as the other opinion.
+    - Splash has to be given float32 to avoid that, its log-sum-exp comes in 128 copies, and the merge reads and
+      writes the result once more in every step: compiled for v5e, the forward lap of a ring of 4 takes 455 MB beside
+      its inputs and results, and with "tpu" 135 MB (H = 32, K = 8, D = 64, L = 8192). With D = 128 its scale is not
+      exact at all. "tpu" does all that it does, in less; Splash runs where it is named, as another opinion.
 
     Where one call gives the whole result, as in a ring of one, there is nothing to merge and its rounding is the
     operator's own: there cuDNN comes first, by which the speed of others on these GPUs is measured.

@@ -157,7 +157,7 @@ def _tables(
     # Distances between two tiles run from the last key and first query to the first key and last query.
     nearest = q_first[:, None] - (k_first + tiles[1] - 1)
     furthest = q_first[:, None] + tiles[0] - 1 - k_first
-    needed = (furthest >= low) & (nearest <= high)
+    needed = (furthest >= low) & (nearest <= high) & (low <= high)
     needed = needed.T if keys_stay else needed
     steps = max(1, needed.sum(1).max())
     # The needed ones first; after them the last one again, for which nothing is fetched.
