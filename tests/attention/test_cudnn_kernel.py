@@ -34,10 +34,12 @@ def scores(q, k, scale, causal):
 
 def forward(q, k, v, scale, causal):
     s = scores(q, k, scale, causal)
-    lse = jax.nn.logsumexp(s, axis=-1)
-    p = jnp.exp(s - lse[..., None]).astype(q.dtype).astype(jnp.float32)
-    out = jnp.einsum("bkgqs,bksd->bkgqd", p, v.astype(jnp.float32)).astype(q.dtype)
-    return out.reshape(q.shape), lse.reshape(q.shape[:-1])
+    top = s.max(-1, keepdims=True)
+    p = jnp.exp(s - top)
+    total = p.sum(-1, keepdims=True)
+    rounded = p.astype(q.dtype).astype(jnp.float32)
+    out = (jnp.einsum("bkgqs,bksd->bkgqd", rounded, v.astype(jnp.float32)) / total).astype(q.dtype)
+    return out.reshape(q.shape), (top + jnp.log(total)).reshape(q.shape[:-1])
 
 
 def backward(q, k, v, lse, out, dout, scale, causal):
@@ -68,17 +70,19 @@ def errors(case, ring, kernel, mesh_of, layout="zigzag"):
 @pytest.mark.usefixtures("emulated")
 def test_a_ring_of_one_errs_no_more_than_the_specification(problem, mesh_of, mask):
     """Also in what the cotangent of the lse gives, of which cuDNN knows nothing."""
-    case = problem(**HEAD, mask=mask, structured=mask.causal)
+    case = problem(**HEAD, mask=mask)
     mine, alone = (errors(case, 1, kernel, mesh_of) for kernel in (KERNEL, XlaKernel()))
     assert all(mine[name] <= max(1.25 * alone[name], 2e-6) for name in mine), (mine, alone)
 
 
 @pytest.mark.usefixtures("emulated")
-def test_the_ring_is_right_and_the_rounding_of_hops_is_why_auto_does_not_take_it(problem, mesh_of):
-    case = problem(**HEAD | {"seq": 256, "batch": 1}, structured=True)
+def test_the_ring_is_right_but_for_the_rounding_of_hops(problem, mesh_of):
+    case = problem(**HEAD | {"seq": 256, "batch": 1})
     mine, alone = errors(case, 2, KERNEL, mesh_of), errors(case, 1, XlaKernel(), mesh_of)
-    assert all(mine[name] <= max(3 * alone[name], 2e-6) for name in mine), (mine, alone)
-    assert mine["dq"] > 1.25 * alone["dq"], (mine, alone)
+    assert all(mine[name] <= max(1.5 * alone[name], 2e-6) for name in mine), (mine, alone)
+
+
+def test_auto_takes_it_where_a_call_gives_the_whole_result():
     assert isinstance(whole := get_kernel("auto", "gpu", whole=True), FirstThatCan)
     assert whole.kernels[0] == get_kernel("cudnn", "gpu")
     assert get_kernel("auto", "gpu", whole=False) == get_kernel("gpu", "gpu")

@@ -152,7 +152,7 @@ def test_rings_compile(gpu, options, what):
     ],
 )
 def test_cudnn_compiles(gpu, ring, kernel):
-    """It takes no cuDNN: XLA builds its plans when the program is loaded, and their work space is not counted here."""
+    """It takes no cuDNN: plans are built where the program is loaded, and their work space is not counted here."""
     for what, name in (("forward", "__cudnn$fmhaSoftmax"), ("backward", "__cudnn$fmhaSoftmaxBackward")):
         text = ring_program(gpu, ring, what, layout="zigzag", kernel=kernel).as_text() or ""
         assert f'custom_call_target="{name}"' in text
