@@ -16,6 +16,7 @@ TINY = [
     *("model.layers=2", "model.dim=256", "model.heads=4", "model.kv_heads=2", "model.head_dim=128"),
     *("model.mlp_dim=512", "data.seq_len=32768", "data.batch=1", "train.precision=bfloat16", "mesh.seq=8"),
 ]
+HEADS = ("model.heads=32", "model.kv_heads=8", "model.head_dim=128")
 TPU = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra tpu")
 GPU = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs the extra cuda13-compiler"
@@ -42,17 +43,41 @@ def compiled(topology: str, *settings: str) -> dict:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("topology", [pytest.param("v5p:2x2x2", marks=TPU), pytest.param("h100:8", marks=GPU)])
-def test_a_step_of_eight_devices(topology):
-    found = compiled(topology)
+@pytest.mark.parametrize(
+    "topology",
+    [pytest.param("v5p:2x2x2", marks=TPU), pytest.param("v6e:2x4", marks=TPU), pytest.param("h100:8", marks=GPU)],
+)
+def test_every_hop_of_eight_devices_runs_under_a_kernel(topology):
+    found = compiled(topology, *HEADS, "data.seq_len=65536")  # 8,192 tokens on each device
     assert found["devices"] == 8
     # In each of 2 layers 7 hops forward; 7 of blocks and 7 of their gradients backward.
-    assert found["hops"] == 2 * 3 * 7
-    # For GPUs the compiler lets the first hop backward, which has all it needs early, run under the products of
-    # the layer above instead: one or two in each layer.
-    assert found["hops"] - found["hops_covered"] <= (4 if topology.startswith("h100") else 0)
+    assert found["hops_covered"] == found["hops"] == 2 * 3 * 7
     assert 0 < found["memory"]["peak"] < found["memory"]["available"]
     assert {tuple(one["axes"]) for one in found["traffic"]} == {("seq",)}
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [
+        pytest.param("v5e:2x2", marks=TPU),
+        # The same program, and a minute or more for each: by hand, when a kernel changes.
+        pytest.param("v4:2x2x1", marks=[TPU, pytest.mark.slow]),
+        pytest.param("v5p:2x2x1", marks=[TPU, pytest.mark.slow]),
+        pytest.param("v6e:2x2", marks=[TPU, pytest.mark.slow]),
+        pytest.param("tpu7x:2x2x1", marks=[TPU, pytest.mark.slow]),
+        pytest.param("a100:4", marks=GPU),
+        pytest.param("h100:4", marks=GPU),
+        pytest.param("b200:4", marks=GPU),
+    ],
+)
+def test_kernels_in_the_ring_in_a_stage_of_a_pipeline(topology):
+    tensor = 2 if topology.startswith("tpu7x") else 1  # two devices on each chip
+    stages = ("mesh.stage=2", "mesh.seq=2", f"mesh.tensor={tensor}", "data.batch=2")
+    found = compiled(topology, *stages)
+    assert found["mesh"]["stage"] == found["mesh"]["seq"] == 2
+    # Each stage has one of the 2 layers, and both microbatches pass in 3 ticks: one hop forward, two backward.
+    assert found["hops_covered"] == found["hops"] == 3 * 3
+    assert ("collective-permute", ("stage",)) in {(one["kind"], tuple(one["axes"])) for one in found["traffic"]}
 
 
 @TPU
