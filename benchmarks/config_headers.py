@@ -37,13 +37,12 @@ def main() -> None:
     """Go through the files that are named on the command line."""
     for name in sys.argv[1:]:
         path = Path(name)
-        text = path.read_text()
-        command = COMMAND.search(text)
+        command = COMMAND.search(path.read_text())
         if command is None:
             raise SystemExit(f"{path}: no line '# ringjax compile {path} --topology NAME'")
         result, _ = forecast(load_config(path), get_topology(command[2]))
         print(f"{path}\n{result}\n", flush=True)
-        path.write_text(rewritten(text, str(result)))
+        path.write_text(rewritten(path.read_text(), str(result)))
 
 
 if __name__ == "__main__":

@@ -68,9 +68,23 @@ def build_programs(config: Config, vocab_size: int, mesh: Mesh) -> Programs:
         schedule=Schedule(config.mesh.stage, config.train.rounds, config.microbatches),
         state=state,
         batch={name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=place) for name, dtype in _BATCH.items()},
-        step=jax.jit(step, donate_argnums=0, out_shardings=(shardings, everywhere)),
+        step=jax.jit(
+            step,
+            donate_argnums=0,
+            out_shardings=(shardings, everywhere),
+            compiler_options=_compiler_options(config, mesh),
+        ),
         evaluate=jax.jit(partial(loss_sum, definition), out_shardings=everywhere),
     )
+
+
+def _compiler_options(config: Config, mesh: Mesh) -> dict[str, int]:
+    """What the platform's compiler must be told of the step."""
+    if not config.train.offload or mesh.devices.flat[0].platform != "gpu":
+        return {}
+    # XLA's scheduler for GPUs takes what waits on the host for memory of the device, and lets no transfer run under
+    # anything once that seems to be more than there is. In percent of the device's memory.
+    return {"xla_gpu_memory_limit_slop_factor": 300}
 
 
 def choose_vocab_size(config: Config, needed: int) -> int:
