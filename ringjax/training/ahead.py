@@ -11,8 +11,9 @@ import jax
 
 from ringjax.config import Config, ConfigError, UserError, check_config
 from ringjax.data import get_tokenizer
-from ringjax.models import causal_keys, count_parameters, flops_per_token
+from ringjax.models import count_parameters
 from ringjax.parallel import Topology, covered, make_mesh, read_collectives, read_hops
+from ringjax.planner import causal_keys, flops_per_token
 from ringjax.training.console import format_count
 from ringjax.training.patience import shown
 from ringjax.training.programs import build_programs, choose_vocab_size

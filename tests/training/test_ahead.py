@@ -1,15 +1,15 @@
 """Compiling for a machine, with CPU devices in its place: what is read, what is said, what is refused."""
 
 import json
+from dataclasses import replace
 
 import jax
 import pytest
 
 from ringjax.cli import main
 from ringjax.config import Config, ConfigError, DataConfig, MeshConfig, ModelConfig, TrainConfig
-from ringjax.models import causal_keys, flops_per_token
 from ringjax.parallel import MeshError, Topology
-from ringjax.planner import Chip
+from ringjax.planner import CHIPS, causal_keys, flops_per_token
 from ringjax.training import ahead
 from ringjax.training.ahead import DoesNotFitError, forecast
 
@@ -22,7 +22,7 @@ CONFIG = Config(
 
 
 def machine(count=4, memory=2**30):
-    return Topology("cpu:4", Chip("cpu", "tpu", memory, 1, "none"), jax.devices()[:count])
+    return Topology("cpu:4", replace(CHIPS["v4"], memory=memory), jax.devices()[:count])
 
 
 @pytest.fixture(scope="module")

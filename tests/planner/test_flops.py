@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ringjax.config import ModelConfig
-from ringjax.models import flops_per_token, keys_per_token
+from ringjax.planner import flops_per_token, keys_per_token
 
 
 def test_flops_of_a_small_decoder_by_hand():
