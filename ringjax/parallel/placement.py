@@ -6,13 +6,13 @@ inside a group if they can. Inside a group jax knows the links.
 """
 
 from collections.abc import Sequence
-from math import gcd
 from typing import Any
 
 import numpy as np
 from jax.experimental import mesh_utils
 
 from ringjax.config import UserError
+from ringjax.planner import across_hosts
 
 
 class MeshError(UserError):
@@ -43,7 +43,7 @@ def place(devices: Sequence[Any], sizes: dict[str, int], ring_may_cross: bool = 
             f"give {', '.join(f'{name} {key}: {count}' for key, count in counts.items())}; change the mesh to a "
             f"multiple of what a {name} has, or to what one has"
         )
-    across = _across(sizes, len(groups))
+    across = across_hosts(sizes, len(groups))
     inner = sizes.get("seq", 1) * sizes.get("tensor", 1)
     if _talking(across) and inner <= each and not ring_may_cross:
         fits = [count for count in range(1, each + 1) if each % count == 0]
@@ -62,7 +62,7 @@ def place(devices: Sequence[Any], sizes: dict[str, int], ring_may_cross: bool = 
 def crossings(devices: Sequence[Any], sizes: dict[str, int]) -> list[str]:
     """Lines for the log on what crosses the borders of groups, though it talks in every layer."""
     kind, groups = _groups(devices)
-    across, name = _across(sizes, len(groups)), "slices" if kind == "slice_index" else "hosts"
+    across, name = across_hosts(sizes, len(groups)), "slices" if kind == "slice_index" else "hosts"
     return [
         f"mesh.{axis} = {sizes[axis]} crosses {across[axis]} {name}: one has {len(devices) // len(groups)} devices"
         for axis in _talking(across)
@@ -78,16 +78,6 @@ def _groups(devices: Sequence[Any]) -> tuple[str, dict[int, list[Any]]]:
     for device in devices:
         groups.setdefault(getattr(device, kind, 0), []).append(device)
     return kind, groups
-
-
-def _across(sizes: dict[str, int], count: int) -> dict[str, int]:
-    """Into how many groups each axis is cut: the first axes into as many as they can."""
-    across = {}
-    for axis, size in sizes.items():
-        across[axis] = gcd(size, count)
-        count //= across[axis]
-    assert count == 1, "the groups are equal and fill the mesh: each of their factors is in one of the axes"
-    return across
 
 
 def _talking(across: dict[str, int]) -> list[str]:

@@ -4,9 +4,7 @@ Compilers need no hardware. jax's plugins for TPUs and NVIDIA GPUs describe devi
 is compiled for these is what would run there.
 """
 
-import difflib
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -15,12 +13,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from ringjax.config import UserError
-from ringjax.planner import CHIPS, Chip
-
-_NAME = re.compile(r"([a-z]\w*):(\d+(?:x\d+)*)")
-_EXAMPLES = "v5p:4x4x8, v5e:16x16 (chips along each side of a TPU slice), h100:8, h100:4x8 (hosts x GPUs of a host)"
-_DIMS = {"v4": 3, "v5e": 2, "v5p": 3, "v6e": 2, "tpu7x": 3}
+from ringjax.planner import Chip, TopologyError, read_topology
 
 # What XLA must know of a GPU, besides what they all share: figures of its own target specifications.
 _GPUS = {
@@ -82,10 +75,6 @@ _EVERY_GPU = {
 }
 
 
-class TopologyError(UserError):
-    """There is no such machine, or nothing here to compile for it with."""
-
-
 @dataclass(frozen=True)
 class Topology:
     """A machine by its devices.
@@ -113,16 +102,7 @@ def get_topology(name: str) -> Topology:
       TopologyError: there is no such machine (the nearest name is in the message), or the plugin that compiles for
         it is missing (so is the extra that brings it).
     """
-    match = _NAME.fullmatch(name.lower())
-    if match is None:
-        raise TopologyError(f"unknown topology {name!r}: write the chip, a colon and the sizes, as {_EXAMPLES}")
-    if match[1] not in CHIPS:
-        near = difflib.get_close_matches(match[1], CHIPS, n=1, cutoff=0.4)
-        meant = f"did you mean {near[0]}:{match[2]}? " if near else ""
-        raise TopologyError(f"unknown chip {match[1]!r} in {name!r}; {meant}The chips are {', '.join(CHIPS)}")
-    chip, sizes = CHIPS[match[1]], [int(size) for size in match[2].split("x")]
-    if 0 in sizes:
-        raise TopologyError(f"no size of a topology may be 0; got {name!r}")
+    chip, sizes = read_topology(name)
     jax.config.update("jax_platforms", "cpu")  # the host has no part in this, whatever it is made of
     devices = _tpus(name, chip, sizes) if chip.platform == "tpu" else _gpus(name, chip, sizes)
     assert len(devices) == prod(sizes) * chip.devices
@@ -130,10 +110,6 @@ def get_topology(name: str) -> Topology:
 
 
 def _tpus(name: str, chip: Chip, sizes: list[int]) -> Sequence[Any]:
-    dims = _DIMS[chip.name]
-    if len(sizes) != dims:
-        example = "x".join(["4"] * dims)
-        raise TopologyError(f"a {chip.name} slice has {dims} sides, as {chip.name}:{example}; got {name!r}")
     # Nobody to ask about this machine, and other processes may compile too.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
@@ -151,8 +127,6 @@ def _tpus(name: str, chip: Chip, sizes: list[int]) -> Sequence[Any]:
 
 
 def _gpus(name: str, chip: Chip, sizes: list[int]) -> Sequence[Any]:
-    if len(sizes) > 2:
-        raise TopologyError(f"{chip.name} machines are GPUs, or hosts x GPUs, as h100:8 or h100:4x8; got {name!r}")
     hosts, each = sizes if len(sizes) == 2 else (1, sizes[0])
     try:
         return topologies.get_topology_desc(

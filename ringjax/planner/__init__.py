@@ -1,17 +1,32 @@
 """What a run will need and how fast it can be: arithmetic and tables, no device."""
 
 from ringjax.planner.custom import find_chip, load_chips
-from ringjax.planner.flops import causal_keys, flops_per_token, keys_per_token
+from ringjax.planner.flops import causal_keys, flops_per_token, keys_per_token, model_flops
 from ringjax.planner.hardware import CHIPS, NETWORKS, Chip, Link
+from ringjax.planner.machine import (
+    Machine,
+    TopologyError,
+    across_hosts,
+    machine_of,
+    machine_of_topology,
+    read_topology,
+)
 
 __all__ = [
     "CHIPS",
     "NETWORKS",
     "Chip",
     "Link",
+    "Machine",
+    "TopologyError",
+    "across_hosts",
     "causal_keys",
     "find_chip",
     "flops_per_token",
     "keys_per_token",
     "load_chips",
+    "machine_of",
+    "machine_of_topology",
+    "model_flops",
+    "read_topology",
 ]

@@ -4,9 +4,11 @@ Convention, to be named beside every MFU: a multiply-add is 2 FLOPs; a causal ma
 packed documents by their own lengths; the backward pass is twice the forward pass; recomputation is not counted.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from ringjax.config import ModelConfig
+from ringjax.config import Config, ModelConfig
 
 
 def keys_per_token(segment_ids: np.ndarray) -> float:
@@ -35,6 +37,19 @@ def causal_keys(seq_len: int, window: int | None = None) -> float:
     return min(seq_len / 2, window - window * (window - 1) / (2 * seq_len))
 
 
+def keys_of_documents(seq_len: int, documents: Sequence[int] | None, window: int | None = None) -> float:
+    """Mean number of keys that a token of a row attends to, causal.
+
+    Args:
+      seq_len: S.
+      documents: tokens of each document of the row; what is left is padding. None = one document.
+      window: as in `causal_keys`.
+    """
+    if documents is None:
+        return causal_keys(seq_len, window)
+    return sum(length * causal_keys(length, window) for length in documents) / seq_len
+
+
 def flops_per_token(config: ModelConfig, vocab_size: int, keys: float) -> float:
     """Model FLOPs of one training step, forward and backward, per token.
 
@@ -51,3 +66,17 @@ def flops_per_token(config: ModelConfig, vocab_size: int, keys: float) -> float:
     weights = config.layers * (attention + mlp) + config.dim * vocab_size
     scores = 4 * config.layers * config.heads * config.head_dim * keys
     return 3 * (2 * weights + scores)
+
+
+def model_flops(config: Config, vocab_size: int, documents: Sequence[int] | None = None) -> float:
+    """Model FLOPs of one step, on all devices, rows alike.
+
+    Args:
+      config: a whole run.
+      vocab_size: V.
+      documents: of each row, as in `keys_of_documents`.
+    """
+    data, windows = config.data, config.model.windows
+    each = [keys_of_documents(data.seq_len, documents, window) for window in windows]
+    keys = sum(each[layer % len(each)] for layer in range(config.model.layers)) / config.model.layers
+    return data.batch * data.seq_len * flops_per_token(config.model, vocab_size, keys)

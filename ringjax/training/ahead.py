@@ -13,7 +13,7 @@ from ringjax.config import Config, ConfigError, UserError, check_config
 from ringjax.data import get_tokenizer
 from ringjax.models import count_parameters
 from ringjax.parallel import Topology, covered, make_mesh, read_collectives, read_hops
-from ringjax.planner import causal_keys, flops_per_token
+from ringjax.planner import model_flops
 from ringjax.training.console import format_count
 from ringjax.training.patience import shown
 from ringjax.training.programs import build_programs, choose_vocab_size
@@ -160,7 +160,7 @@ def forecast(config: Config, topology: Topology) -> tuple[Forecast, str]:
         mesh={axis: size for axis, size in mesh.shape.items() if size > 1},
         parameters=count_parameters(programs.state.params),
         memory=_memory(compiled, topology),
-        flops=_flops(config, vocab_size) / mesh.size,
+        flops=model_flops(config, vocab_size) / mesh.size,
         hops_covered=done,
         hops=count,
         token_messages=sum(hop.times for hop in hops if hop.is_of_tokens),
@@ -227,13 +227,6 @@ def _memory(compiled: jax.stages.Compiled, topology: Topology) -> Memory:
         host=plan.host_temp_size_in_bytes,
         available=topology.chip.memory,
     )
-
-
-def _flops(config: Config, vocab_size: int) -> float:
-    """Of a step, on all devices: one document a row."""
-    data, windows = config.data, config.model.windows
-    every = [causal_keys(data.seq_len, windows[layer % len(windows)]) for layer in range(config.model.layers)]
-    return data.batch * data.seq_len * flops_per_token(config.model, vocab_size, sum(every) / len(every))
 
 
 def _traffic(text: str, axis_sizes: dict[str, int]) -> tuple[Traffic, ...]:

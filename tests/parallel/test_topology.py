@@ -9,6 +9,7 @@ from ringjax.config import MeshConfig
 from ringjax.parallel import MeshError, TopologyError, get_topology, make_mesh
 from ringjax.parallel import topology as module
 from ringjax.planner import CHIPS
+from ringjax.planner.machine import SLICE_DIMS
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,7 @@ def test_a_missing_plugin_is_named_by_its_extra(name, plugin, extra):
 
 def test_every_gpu_has_a_specification():
     assert module._GPUS.keys() == {name for name, chip in CHIPS.items() if chip.platform == "gpu"}
-    assert module._DIMS.keys() == {name for name, chip in CHIPS.items() if chip.platform == "tpu"}
+    assert SLICE_DIMS.keys() == {name for name, chip in CHIPS.items() if chip.platform == "tpu"}
     text = module._target(CHIPS["h100"])
     assert "device_memory_size: 84942979072" in text
     assert text.count("{") == text.count("}")

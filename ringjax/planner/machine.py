@@ -1,0 +1,157 @@
+"""A machine: how many devices of which chip, and which links an axis of the mesh gets."""
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import ceil, gcd, log2, prod
+
+from ringjax.config import ConfigError, UserError
+from ringjax.planner.custom import find_chip
+from ringjax.planner.hardware import CHIPS, Chip, Link
+
+_NAME = re.compile(r"([a-z]\w*):(\d+(?:x\d+)*)")
+_EXAMPLES = "v5p:4x4x8, v5e:16x16 (chips along each side of a TPU slice), h100:8, h100:4x8 (hosts x GPUs of a host)"
+MOST_DEVICES = 2**20
+SLICE_DIMS = {"v4": 3, "v5e": 2, "v5p": 3, "v6e": 2, "tpu7x": 3}  # sides of a slice
+
+
+class TopologyError(UserError):
+    """There is no such machine, or nothing here to compile for it with."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Devices of one kind.
+
+    Attributes:
+      name: for people.
+      chip: what it is made of.
+      devices: how many.
+      hosts: groups with fast links inside and the network between; 1 for a TPU slice.
+    """
+
+    name: str
+    chip: Chip
+    devices: int
+    hosts: int
+
+    def hop_link(self, mesh: Mapping[str, int], axis: str) -> Link:
+        """What a hop along an axis goes over: the slowest link of the ring counts."""
+        return self._network if across_hosts(mesh, self.hosts)[axis] > 1 else self.chip.link
+
+    def collective_seconds(self, kind: str, axes: Iterable[str], mesh: Mapping[str, int], size: float) -> float:
+        """Of one collective of the whole of the axes, with the size of its result in bytes.
+
+        Inside a host (or slice) a device sends and receives (n - 1) / n of it, on a torus both ways at once; between
+        hosts the adapters of all members of a host share the work. An all-reduce does twice as much.
+        """
+        axes = tuple(axes)
+        count = prod(mesh[axis] for axis in axes)
+        if count == 1 or not size:
+            return 0.0
+        cuts = across_hosts(mesh, self.hosts)
+        hosts = prod(cuts[axis] for axis in axes)
+        inside = count // hosts
+        link = self.chip.link
+        seconds = link.latency * ceil(log2(count)) + size * (inside - 1) / inside / link.ring_bandwidth(2)
+        if hosts > 1:
+            between = size * (hosts - 1) / hosts / (inside * self._network.bandwidth)
+            seconds = max(seconds, self._network.latency * ceil(log2(hosts)) + between)
+        return seconds * (2 if kind == "all-reduce" else 1)
+
+    @property
+    def _network(self) -> Link:
+        assert self.chip.network is not None, "only chips with a network have several hosts"
+        return self.chip.network
+
+
+def across_hosts(mesh: Mapping[str, int], hosts: int) -> dict[str, int]:
+    """Into how many groups of devices each axis is cut: the first axes into as many as they can.
+
+    Args:
+      mesh: devices along each axis, those that talk least first.
+      hosts: groups of equally many devices.
+
+    Raises:
+      ValueError: the mesh cannot be cut like that.
+    """
+    cuts, left = {}, hosts
+    for axis, size in mesh.items():
+        cuts[axis] = gcd(size, left)
+        left //= cuts[axis]
+    if left != 1:
+        raise ValueError(f"{dict(mesh)} cannot be cut into {hosts} equal groups")
+    return cuts
+
+
+def machine_of(hardware: str, devices: int, chips: Mapping[str, Chip] = CHIPS) -> Machine:
+    """So many devices of one chip, in whole hosts where there are hosts.
+
+    Raises:
+      ConfigError: there is no such chip, or the number is out of range.
+    """
+    chip = find_chip(hardware, chips)
+    if not 1 <= devices <= MOST_DEVICES:
+        raise ConfigError([f"--devices must be from 1 to {MOST_DEVICES:,}, got {devices:,}"])
+    return Machine(f"{devices:,} x {chip.name}", chip, devices, _hosts(chip, devices))
+
+
+def machine_of_topology(name: str, chips: Mapping[str, Chip] = CHIPS) -> Machine:
+    """The machine of a topology's name, as "v5p:4x4x8" or "h100:4x8".
+
+    Raises:
+      TopologyError: there is no such machine.
+    """
+    chip, sizes = read_topology(name, chips)
+    devices = prod(sizes) * chip.devices
+    if devices > MOST_DEVICES:
+        raise TopologyError(f"{name} has {devices:,} devices; a plan takes up to {MOST_DEVICES:,}")
+    if chip.platform != "tpu" and len(sizes) == 2:
+        return Machine(name, chip, devices, sizes[0])
+    try:
+        return Machine(name, chip, devices, _hosts(chip, devices))
+    except ConfigError as error:
+        raise TopologyError(f"{name}: {error}") from error
+
+
+def read_topology(name: str, chips: Mapping[str, Chip] = CHIPS) -> tuple[Chip, list[int]]:
+    """The chip of a topology's name, and its sizes.
+
+    Raises:
+      TopologyError: the name is not one, or the chip is unknown.
+    """
+    match = _NAME.fullmatch(name.lower())
+    if match is None:
+        raise TopologyError(f"unknown topology {name!r}: write the chip, a colon and the sizes, as {_EXAMPLES}")
+    if match[1] not in chips:
+        near = difflib.get_close_matches(match[1], chips, n=1, cutoff=0.4)
+        meant = f"did you mean {near[0]}:{match[2]}? " if near else ""
+        raise TopologyError(f"unknown chip {match[1]!r} in {name!r}; {meant}The chips are {', '.join(chips)}")
+    sizes = [int(size) for size in match[2].split("x")]
+    if 0 in sizes:
+        raise TopologyError(f"no size of a topology may be 0; got {name!r}")
+    dims = SLICE_DIMS.get(match[1])
+    if dims is not None and len(sizes) != dims:
+        example = "x".join(["4"] * dims)
+        raise TopologyError(f"a {match[1]} slice has {dims} sides, as {match[1]}:{example}; got {name!r}")
+    if dims is None and len(sizes) > 2:
+        raise TopologyError(f"{match[1]} machines are GPUs, or hosts x GPUs, as h100:8 or h100:4x8; got {name!r}")
+    return chips[match[1]], sizes
+
+
+def _hosts(chip: Chip, devices: int) -> int:
+    """Of so many devices."""
+    if chip.host is None or devices <= chip.host:
+        return 1
+    if devices % chip.host:
+        below = devices // chip.host * chip.host
+        raise ConfigError(
+            [
+                f"{devices:,} devices of {chip.name} are no whole hosts of {chip.host}; use {below:,} or "
+                f"{below + chip.host:,}"
+            ]
+        )
+    if chip.network is None:
+        raise ConfigError([f"{devices:,} devices of {chip.name} need a network (network_gb_per_s), and it has none"])
+    return devices // chip.host

@@ -1,0 +1,136 @@
+"""One lap of the ring, device by device: when it computes, what travels meanwhile, and when it waits.
+
+A device sends its block on as soon as it has it, before the attention of the step, and needs the next block after
+it. In the backward pass the gradient of a block follows one step behind its keys. All devices begin together; what
+the ring adds to a layer is the time until the last one is done, and what it wastes is what they wait.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ringjax.planner.hardware import Chip, Link
+from ringjax.planner.pairs import pairs_of_steps
+from ringjax.planner.ring import Block
+
+MOST_RANKS = 128  # of larger rings, this many evenly spaced ranks stand for all
+
+
+@dataclass(frozen=True)
+class Lap:
+    """One lap, forward or backward; seconds, [ranks, steps] each, step 0 the own block.
+
+    Attributes:
+      start: when the attention of a step begins, since the start of the lap.
+      compute: attention.
+      merge: of the partial results, or of the gradients; its traffic in memory.
+      waited: before the step, for its block. Exposed.
+      hop: seconds of one message, equal for all.
+      without_hops: seconds of the lap if messages took no time: what remains is work, and waiting for busier devices.
+    """
+
+    start: np.ndarray
+    compute: np.ndarray
+    merge: np.ndarray
+    waited: np.ndarray
+    hop: float
+    without_hops: float
+
+    @property
+    def seconds(self) -> float:
+        """Until the last device is done."""
+        return float((self.start + self.compute + self.merge)[:, -1].max())
+
+    @property
+    def exposed(self) -> float:
+        """What messages add to the lap, seconds."""
+        return self.seconds - self.without_hops
+
+    @property
+    def efficiency(self) -> float:
+        """Attention of the mean device over the time of the lap: 1 where nobody waits and nothing is merged."""
+        return float(self.compute.sum(axis=1).mean()) / self.seconds if self.seconds else 1.0
+
+    @property
+    def imbalance(self) -> float:
+        """Attention of the busiest device over that of the mean one."""
+        work = self.compute.sum(axis=1)
+        return float(work.max() / work.mean()) if work.mean() else 1.0
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attention of one layer on a ring.
+
+    Attributes:
+      layout: where tokens sit.
+      ring: R.
+      block: of one device.
+      documents: tokens of each document of a row; None = one.
+      window: tokens that one sees; None = all.
+      precision: train.precision.
+      fused: whether the kernel merges.
+    """
+
+    layout: str
+    ring: int
+    block: Block
+    documents: tuple[int, ...] | None
+    window: int | None
+    precision: str
+    fused: bool
+
+    def pairs(self) -> np.ndarray:
+        """Visible pairs of a head, [ranks, steps]."""
+        ranks = None
+        if self.ring > MOST_RANKS:
+            ranks = np.unique(np.linspace(0, self.ring - 1, MOST_RANKS).round().astype(int))
+        return pairs_of_steps(self.layout, self.ring, self.block.tokens, self.documents, self.window, ranks)
+
+    def laps(self, chip: Chip, link: Link) -> tuple[Lap, Lap]:
+        """Forward and backward."""
+        pairs = self.pairs()
+        return self._lap(pairs, chip, link, backward=False), self._lap(pairs, chip, link, backward=True)
+
+    def _lap(self, pairs: np.ndarray, chip: Chip, link: Link, backward: bool) -> Lap:
+        block = self.block
+        flops = block.flops(1.0, backward, keys=1) / block.tokens  # of one pair
+        compute = pairs * (flops / chip.attention(self.precision, backward))
+        merge = np.full_like(compute, block.merge_bytes(self.fused) / chip.memory_bandwidth)
+        merge[:, 0] = 0.0  # nothing to merge with
+        hop = link.latency + block.hop_bytes(backward) / link.bandwidth if pairs.shape[1] > 1 else 0.0
+        whole = len(pairs) == self.ring
+        start, waited = _run(compute, merge, hop, whole)
+        ideal = float((_run(compute, merge, 0.0, whole)[0] + compute + merge)[:, -1].max())
+        # The last gradients come home under the second half of the own block: only what exceeds that is waited for.
+        home = max(0.0, hop - float(compute[:, 0].min()) / 2) if backward else 0.0
+        start[:, -1] += home
+        waited[:, -1] += home
+        return Lap(start, compute, merge, waited, hop, ideal)
+
+
+def _run(compute: np.ndarray, merge: np.ndarray, hop: float, whole: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Play the steps: when each begins, and what was waited before."""
+    ranks, steps = compute.shape
+    start, waited = np.zeros_like(compute), np.zeros_like(compute)
+    done = compute[:, 0] + merge[:, 0]
+    sent = np.zeros(ranks)  # when a device sent on what the next one needs now
+    for step in range(1, steps):
+        # With a sample of the ranks, neighbours are unknown: then the slowest one counts.
+        arrives = (np.roll(sent, 1) if whole else np.full(ranks, sent.max())) + hop
+        start[:, step] = np.maximum(done, arrives)
+        waited[:, step] = start[:, step] - done
+        sent = start[:, step]
+        done = start[:, step] + compute[:, step] + merge[:, step]
+    return start, waited
+
+
+def documents_of(lengths: Sequence[int], row: int) -> tuple[int, ...]:
+    """Documents of these lengths packed into one row, again and again until it is full; the last one may be cut."""
+    found, left, at = [], row, 0
+    while left:
+        found.append(min(lengths[at % len(lengths)], left))
+        left -= found[-1]
+        at += 1
+    return tuple(found)

@@ -1,0 +1,120 @@
+"""What devices send each other in one train step: kinds, axes and bytes, from the sizes of the model.
+
+Letters as everywhere: B, S, H, D, K, M, F, V, N, R; L tokens of a row on one device, b rows of a microbatch on it.
+Exact for programs that XLA compiles for CPUs, and so also of what is not the least that could travel:
+
+- The tied table is gathered twice, for the lookup and for the head, rather than held through all layers; its two
+  gradients are summed over the devices one by one.
+- Layers of a pipeline are gathered once in the forward pass, but at every tick in the backward pass, and there their
+  gradients are summed over the devices at every tick too.
+- XLA for CPU reduces by all-reduce where a piece is kept and a reduce-scatter would do; sums gradients over the ring
+  and over the rows' devices in two all-reduces, one after the other; and sums over "tensor" what comes back through
+  q, k, v, gate and up one by one. XLA for TPU makes one reduction of the second and two sums of the third; it has
+  reduce-scatters on meshes without "data", and all-reduces on those with it.
+
+Left out are scalars and what hops carry of the tokens besides keys and values, a few bytes for each.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ringjax.config import Config
+from ringjax.planner.pairs import hops
+from ringjax.planner.ring import GRADIENT_BYTES
+from ringjax.planner.sizes import Sizes
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Collectives of one kind and purpose, in one step, on one device.
+
+    Attributes:
+      purpose: "weights", "gradients", "ring", "tensor" or "stages".
+      kind: as XLA calls it.
+      axes: of the mesh, those of more than one device.
+      bytes: of the results, all together.
+    """
+
+    purpose: str
+    kind: str
+    axes: tuple[str, ...]
+    bytes: int
+
+
+def transfers(config: Config, vocab_size: int) -> list[Transfer]:
+    """Everything that one step sends.
+
+    Args:
+      config: a whole run.
+      vocab_size: V.
+    """
+    size = Sizes.of(config, vocab_size)
+    found = []
+    for purpose, kind, axes, count in (*_weights(config, size), *_ring(config, size), *_activations(config, size)):
+        present = tuple(axis for axis in axes if size.mesh[axis] > 1)
+        if present and count:
+            found.append(Transfer(purpose, kind, present, count))
+    return found
+
+
+def traffic(config: Config, vocab_size: int) -> dict[tuple[str, tuple[str, ...]], int]:
+    """Bytes of one step on one device by kind and axes, as `ringjax.parallel.traffic` counts a program's."""
+    total: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    for one in transfers(config, vocab_size):
+        total[one.kind, one.axes] += one.bytes
+    return dict(total)
+
+
+_Sent = Iterator[tuple[str, str, tuple[str, ...], int]]
+
+
+def _weights(config: Config, size: Sizes) -> _Sent:
+    """Weights are brought together for use: in the forward pass once whatever the ticks, and again where the backward
+    pass runs a layer again; table, head and last norm once for all parts of a batch. Gradients are summed at every
+    tick."""
+    again = 0 if config.train.remat == "none" else size.runs
+    matrices, norms = size.layer_matrices, size.layer_norms
+    layer = matrices * size.wire + norms * 4
+    parts = config.optim.accumulate
+    ends = size.table * 4 + size.head * size.wire + size.dim * 4  # looked up in float32
+    yield "weights", "all-gather", ("fsdp", "seq"), parts * (size.own_layers + again) * layer + ends
+    yield "gradients", "all-reduce", ("data", "fsdp"), parts * size.runs * layer
+    yield "gradients", "all-reduce", ("stage", "data", "fsdp"), parts * ends
+    yield "gradients", "all-reduce", ("seq",), parts * (size.runs * layer + ends)
+
+
+def _ring(config: Config, size: Sizes) -> _Sent:
+    """Keys with values forwards and backwards, and their gradients.
+
+    A replayed lap begins with the same hop as the lap of the backward pass: it is made once.
+    """
+    elements = size.rows * size.tokens * size.kv_heads * 2 * size.head_dim
+    total = 0
+    for window, layers in size.windows.items():
+        steps = hops(config.attention.layout, size.mesh["seq"], size.tokens, window)
+        laps = 3 if config.train.remat == "full" else 2
+        of_keys = laps * steps - (1 if laps == 3 and steps else 0)
+        total += layers * (of_keys * size.wire + steps * GRADIENT_BYTES)
+    yield "ring", "collective-permute", ("seq",), config.optim.accumulate * size.runs_of(total) * elements
+
+
+def _activations(config: Config, size: Sizes) -> _Sent:
+    """What passes between the devices of "tensor" and of "stage".
+
+    Tensor: what attention and the MLP give, the first of them again in the backward pass, and what comes back
+    through q, k, v, gate and up. Then the lookup, and in chunks of the loss a maximum and two sums a token and what
+    comes back through the head. Stage: what a tick made and what waits; positions and documents once.
+    """
+    parts = config.optim.accumulate
+    activation = size.rows * size.tokens * size.dim
+    again = 0 if config.train.remat == "none" else 1
+    yield "tensor", "all-reduce", ("tensor",), parts * (2 + again + 5) * size.runs * activation * size.wire
+    lookup = size.loss_tokens * size.dim * 4
+    chunks = math.ceil(size.loss_tokens / config.model.loss_chunk)
+    padded = chunks * math.ceil(size.loss_tokens / chunks)
+    yield "tensor", "all-reduce", ("tensor",), parts * (lookup + padded * (3 * 4 + size.dim * size.wire))
+    yield "stages", "collective-permute", ("stage",), parts * 2 * 2 * size.ticks * activation * size.wire
+    rows = size.rows * config.microbatches
+    yield "stages", "all-gather", ("stage",), parts * 2 * rows * size.tokens * 4
