@@ -14,8 +14,8 @@ from dataclasses import dataclass, fields
 from ringjax.config import Config
 from ringjax.planner.flops import model_flops
 from ringjax.planner.machine import Machine
-from ringjax.planner.ring import Block
 from ringjax.planner.sizes import Sizes
+from ringjax.planner.strategies import RING, Strategy
 from ringjax.planner.timeline import Attention, Lap
 from ringjax.planner.traffic import transfers
 from ringjax.planner.work import layer_work, loss_work
@@ -37,7 +37,7 @@ class Seconds:
       attention: of the mean device.
       imbalance: what the busiest device has more of attention than the mean one, and waiting for it.
       merge: of partial results.
-      ring: hops that hide under nothing.
+      exchange: hops, or another strategy's messages, that hide under nothing.
       tensor: sums over "tensor".
       weights: bringing weights together, and summing gradients, beyond what hides.
       stages: messages between pipeline stages.
@@ -51,7 +51,7 @@ class Seconds:
     attention: float
     imbalance: float
     merge: float
-    ring: float
+    exchange: float
     tensor: float
     weights: float
     stages: float
@@ -118,20 +118,17 @@ def is_fused(config: Config, machine: Machine) -> bool:
     return config.attention.kernel != "xla" and machine.chip.platform != "cpu"
 
 
-def attention_block(size: Sizes) -> Block:
-    """What one device has of attention in one run of a layer."""
-    return Block(size.tokens, size.heads, size.kv_heads, size.head_dim, size.wire, size.rows)
-
-
-def laps(config: Config, size: Sizes, machine: Machine, documents: tuple[int, ...] | None) -> tuple[Window, ...]:
+def laps(
+    config: Config, size: Sizes, machine: Machine, documents: tuple[int, ...] | None, strategy: Strategy
+) -> tuple[Window, ...]:
     """Forward and backward laps of each window of the model."""
-    link = machine.hop_link(size.mesh, "seq")
+    link = None if strategy.name == "all-gather" else machine.hop_link(size.mesh, "seq")
     found = []
     for window, layers in size.windows.items():
         attention = Attention(
             config.attention.layout,
-            size.mesh["seq"],
-            attention_block(size),
+            strategy.ring(size),
+            strategy.block(size),
             documents,
             window,
             config.train.precision,
@@ -141,7 +138,13 @@ def laps(config: Config, size: Sizes, machine: Machine, documents: tuple[int, ..
     return tuple(found)
 
 
-def estimate(config: Config, vocab_size: int, machine: Machine, documents: tuple[int, ...] | None = None) -> Estimate:
+def estimate(
+    config: Config,
+    vocab_size: int,
+    machine: Machine,
+    documents: tuple[int, ...] | None = None,
+    strategy: Strategy = RING,
+) -> Estimate:
     """Predict a step.
 
     Args:
@@ -149,13 +152,16 @@ def estimate(config: Config, vocab_size: int, machine: Machine, documents: tuple
       vocab_size: V.
       machine: where it runs.
       documents: tokens of each document of a row, in order; None = one.
+      strategy: how keys meet queries.
 
     Raises:
       ValueError: the mesh cannot be cut into the machine's hosts.
     """
     size = Sizes.of(config, vocab_size)
-    windows = laps(config, size, machine, documents)
-    seconds = _seconds(config, size, machine, windows, _sent(config, vocab_size, size, machine))
+    windows = laps(config, size, machine, documents, strategy)
+    sent = _sent(config, vocab_size, size, machine)
+    sent["exchange"] = strategy.exchange_seconds(size, machine, config.train.remat == "full")
+    seconds = _seconds(config, size, machine, windows, sent)
     tokens = config.data.batch * config.data.seq_len
     flops = model_flops(config, vocab_size, documents)
     peak = machine.chip.peak if config.train.precision == "bfloat16" else machine.chip.peak_float32
@@ -208,7 +214,7 @@ def _seconds(
         attention=runs * lap["attention"],
         imbalance=runs * imbalance,
         merge=runs * lap["merge"],
-        ring=runs * lap["ring"],
+        exchange=runs * (lap["ring"] + sent["exchange"]),
         tensor=sent["tensor"],
         weights=exposed,
         stages=sent["stages"],

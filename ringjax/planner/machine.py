@@ -60,6 +60,21 @@ class Machine:
             seconds = max(seconds, self._network.latency * ceil(log2(hosts)) + between)
         return seconds * (2 if kind == "all-reduce" else 1)
 
+    def all_to_all_seconds(self, axis: str, degree: int, mesh: Mapping[str, int], size: float) -> float:
+        """Of an exchange among neighbouring groups of `degree` devices of an axis, each with so many bytes.
+
+        On one axis of a torus a message goes degree / 4 links in the mean, both ways at once.
+        """
+        link = self.chip.link
+        hosts = across_hosts(mesh, self.hosts)[axis]
+        inside = min(degree, mesh[axis] // hosts)
+        if link.two_way:
+            return link.latency * degree / 2 + size * degree / 8 / link.bandwidth
+        seconds = link.latency * ceil(log2(degree)) + size * (inside - 1) / degree / link.bandwidth
+        if degree > inside:
+            seconds += self._network.latency + size * (degree - inside) / degree / self._network.bandwidth
+        return seconds
+
     @property
     def _network(self) -> Link:
         assert self.chip.network is not None, "only chips with a network have several hosts"

@@ -32,9 +32,8 @@ def pairs_of_steps(
     length: int,
     documents: Sequence[int] | None = None,
     window: int | None = None,
-    ranks: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Visible pairs, causal, of each rank at each step, [ranks, steps + 1]; step 0 is the own block.
+    """Visible pairs, causal, of each rank at each step, [R, steps + 1]; step 0 is the own block.
 
     Args:
       layout: where tokens sit.
@@ -42,7 +41,6 @@ def pairs_of_steps(
       length: L, tokens of a block; R L are the row.
       documents: tokens of each document of a row, in order; what is left of the row is padding. None = one document.
       window: tokens that one sees, itself and those right before it; None = all.
-      ranks: of the queries; None = all.
 
     Raises:
       ValueError: the documents are longer than the row, or empty.
@@ -51,15 +49,21 @@ def pairs_of_steps(
     lengths = [total] if documents is None else [int(n) for n in documents]
     if sum(lengths) > total or any(n < 1 for n in lengths):
         raise ValueError(f"documents must have at least one token each and at most {total} together; got {lengths}")
-    rank = np.arange(ring) if ranks is None else np.asarray(ranks)
+    rank = np.arange(ring)
     steps = hops(layout, ring, length, window)
-    found = np.zeros((len(rank), steps + 1))
+    found = np.zeros((ring, steps + 1))
     size, stride = length // rule.chunks, rule.stride(ring)
     ends = np.cumsum(lengths)
+    starts = ends - lengths
     for step in range(steps + 1):
         for q_start, k_start in _meetings(rule, ring, length, window, rank, step):
-            for start, stop in zip(ends - lengths, ends, strict=True):
-                found[:, step] += _pairs(q_start, k_start, size, stride, start, stop, window)
+            if stride > 1 or (q_start == k_start).all():
+                documents_of_both = (starts[:, None], ends[:, None])
+            else:
+                # Of two runs that lie apart, one document at most has tokens in both: that of the first query.
+                at = np.minimum(np.searchsorted(ends, q_start, side="right"), len(ends) - 1)
+                documents_of_both = (starts[at][None], ends[at][None])
+            found[:, step] += _pairs(q_start, k_start, size, stride, *documents_of_both, window).sum(axis=0)
     return found
 
 
@@ -74,7 +78,7 @@ def _neighbours(rule: Layout, ring: int, length: int, window: int | None) -> int
 def _meetings(
     rule: Layout, ring: int, length: int, window: int | None, rank: np.ndarray, step: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """First positions of the runs of queries and of keys that meet at a step, [ranks] each.
+    """First positions of the runs of queries and of keys that meet at a step, [R] each.
 
     Keys before the sequence stand for none.
     """
@@ -90,9 +94,18 @@ def _meetings(
 
 
 def _pairs(
-    q_start: np.ndarray, k_start: np.ndarray, size: int, stride: int, start: int, stop: int, window: int | None
+    q_start: np.ndarray,
+    k_start: np.ndarray,
+    size: int,
+    stride: int,
+    start: np.ndarray,
+    stop: np.ndarray,
+    window: int | None,
 ) -> np.ndarray:
-    """Pairs of two runs of `size` tokens that are in one document, [start, stop), and 0 <= q - k < window."""
+    """Pairs of two runs of `size` tokens that are in one document, [start, stop), and 0 <= q - k < window.
+
+    Shapes: runs [R], documents [documents or 1, R or 1] -> [documents or 1, R].
+    """
     lead = q_start - k_start  # q - k = stride (i - j) + lead
     q, k = _within(q_start, size, stride, start, stop), _within(k_start, size, stride, start, stop)
     seen = _count(q, k, -(lead // stride))
@@ -101,7 +114,9 @@ def _pairs(
     return seen
 
 
-def _within(first: np.ndarray, size: int, stride: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+def _within(
+    first: np.ndarray, size: int, stride: int, start: np.ndarray, stop: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Which tokens of a run are in a document: first index, and one behind the last."""
     low, high = (np.clip(-((first - bound) // stride), 0, size) for bound in (start, stop))
     return low, np.maximum(low, high)

@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
+from math import ceil
 
 from ringjax.config import Config
 
@@ -24,6 +25,8 @@ class Sizes:
       rows: b, of a microbatch.
       tokens: L.
       loss_tokens: whose loss is computed here.
+      loss_chunks: into which they are cut.
+      mlp_tokens: of a microbatch, filled up to whole chunks if the MLP runs in chunks.
       dim: M.
       heads: H.
       kv_heads: K.
@@ -47,6 +50,8 @@ class Sizes:
     rows: int
     tokens: int
     loss_tokens: int
+    loss_chunks: int
+    mlp_tokens: int
     dim: int
     heads: int
     kv_heads: int
@@ -70,6 +75,7 @@ class Sizes:
         each = config.data.batch // (mesh["data"] * mesh["fsdp"] * config.optim.accumulate)
         tokens = config.data.seq_len // mesh["seq"]
         ticks = config.microbatches * config.train.rounds + stages - 1
+        rows, loss_tokens = each // config.microbatches, each // stages * tokens
         matrices = 2 * (heads + kv_heads) * model.head_dim * model.dim + 3 * model.dim * mlp_dim
         pattern = model.windows
         return cls(
@@ -79,9 +85,11 @@ class Sizes:
             ticks=ticks,
             runs=ticks * own // config.train.rounds,
             windows=dict(Counter(pattern[layer % len(pattern)] for layer in range(model.layers))),
-            rows=each // config.microbatches,
+            rows=rows,
             tokens=tokens,
-            loss_tokens=each // stages * tokens,
+            loss_tokens=loss_tokens,
+            loss_chunks=ceil(loss_tokens / model.loss_chunk),
+            mlp_tokens=_whole_chunks(rows * tokens, model.mlp_chunk),
             dim=model.dim,
             heads=heads,
             kv_heads=kv_heads,
@@ -115,3 +123,11 @@ class Sizes:
         tensor = self.mesh["tensor"]
         ends = (self.table + (0 if self.tied else self.head)) * tensor + self.dim
         return self.layers * (self.layer_matrices * tensor + self.layer_norms) + ends
+
+
+def _whole_chunks(tokens: int, chunk: int | None) -> int:
+    """Tokens when all chunks are filled: as many of one size as there must be."""
+    if chunk is None:
+        return tokens
+    count = ceil(tokens / chunk)
+    return count * ceil(tokens / count)

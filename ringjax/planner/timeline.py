@@ -7,6 +7,7 @@ the ring adds to a layer is the time until the last one is done, and what it was
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from ringjax.planner.hardware import Chip, Link
 from ringjax.planner.pairs import pairs_of_steps
 from ringjax.planner.ring import Block
 
-MOST_RANKS = 128  # of larger rings, this many evenly spaced ranks stand for all
+MOST_RANKS = 64  # larger rings are played with so many ranks, each for some of them
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class Lap:
       compute: attention.
       merge: of the partial results, or of the gradients; its traffic in memory.
       waited: before the step, for its block. Exposed.
-      hop: seconds of one message, equal for all.
+      hop: seconds of one message, equal for all. In large rings a rank of the timeline stands for several, and a
+        step for as many hops.
       without_hops: seconds of the lap if messages took no time: what remains is work, and waiting for busier devices.
     """
 
@@ -81,28 +83,31 @@ class Attention:
     precision: str
     fused: bool
 
-    def pairs(self) -> np.ndarray:
-        """Visible pairs of a head, [ranks, steps]."""
-        ranks = None
-        if self.ring > MOST_RANKS:
-            ranks = np.unique(np.linspace(0, self.ring - 1, MOST_RANKS).round().astype(int))
-        return pairs_of_steps(self.layout, self.ring, self.block.tokens, self.documents, self.window, ranks)
+    def laps(self, chip: Chip, link: Link | None) -> tuple[Lap, Lap]:
+        """Forward and backward; without a link all keys are there, and a lap is one step."""
+        return _laps(self, chip, link)
 
-    def laps(self, chip: Chip, link: Link) -> tuple[Lap, Lap]:
-        """Forward and backward."""
-        pairs = self.pairs()
-        return self._lap(pairs, chip, link, backward=False), self._lap(pairs, chip, link, backward=True)
+    def pairs(self) -> tuple[np.ndarray, int]:
+        """Visible pairs of a head, [ranks, steps], and how many real ranks, and real steps, each stands for."""
+        folds = range(-(-self.ring // MOST_RANKS), self.ring // (MOST_RANKS // 4) + 1)
+        fold = next((n for n in folds if self.ring % n == 0), 1)
+        length = self.block.tokens * fold
+        return _pairs(self.layout, self.ring // fold, length, self.documents, self.window) / fold, fold
 
-    def _lap(self, pairs: np.ndarray, chip: Chip, link: Link, backward: bool) -> Lap:
+    def lap(self, pairs: np.ndarray, fold: int, chip: Chip, link: Link | None, backward: bool) -> Lap:
+        """One lap, from `pairs()`."""
+        if link is None:
+            pairs = pairs.sum(axis=1, keepdims=True)
         block = self.block
         flops = block.flops(1.0, backward, keys=1) / block.tokens  # of one pair
         compute = pairs * (flops / chip.attention(self.precision, backward))
-        merge = np.full_like(compute, block.merge_bytes(self.fused) / chip.memory_bandwidth)
+        merge = np.full_like(compute, fold * block.merge_bytes(self.fused) / chip.memory_bandwidth)
         merge[:, 0] = 0.0  # nothing to merge with
-        hop = link.latency + block.hop_bytes(backward) / link.bandwidth if pairs.shape[1] > 1 else 0.0
-        whole = len(pairs) == self.ring
-        start, waited = _run(compute, merge, hop, whole)
-        ideal = float((_run(compute, merge, 0.0, whole)[0] + compute + merge)[:, -1].max())
+        hop = 0.0
+        if link is not None and pairs.shape[1] > 1:
+            hop = fold * (link.latency + block.hop_bytes(backward) / link.bandwidth)
+        start, waited = _run(compute, merge, hop)
+        ideal = float((_run(compute, merge, 0.0)[0] + compute + merge)[:, -1].max())
         # The last gradients come home under the second half of the own block: only what exceeds that is waited for.
         home = max(0.0, hop - float(compute[:, 0].min()) / 2) if backward else 0.0
         start[:, -1] += home
@@ -110,16 +115,25 @@ class Attention:
         return Lap(start, compute, merge, waited, hop, ideal)
 
 
-def _run(compute: np.ndarray, merge: np.ndarray, hop: float, whole: bool) -> tuple[np.ndarray, np.ndarray]:
+# Rankings of meshes ask for the same laps, and for the same pairs with other heads, again and again.
+_pairs = lru_cache(maxsize=256)(pairs_of_steps)
+
+
+@lru_cache(maxsize=4096)
+def _laps(attention: Attention, chip: Chip, link: Link | None) -> tuple[Lap, Lap]:
+    """Forward and backward."""
+    pairs, fold = attention.pairs()
+    return attention.lap(pairs, fold, chip, link, False), attention.lap(pairs, fold, chip, link, True)
+
+
+def _run(compute: np.ndarray, merge: np.ndarray, hop: float) -> tuple[np.ndarray, np.ndarray]:
     """Play the steps: when each begins, and what was waited before."""
     ranks, steps = compute.shape
     start, waited = np.zeros_like(compute), np.zeros_like(compute)
     done = compute[:, 0] + merge[:, 0]
     sent = np.zeros(ranks)  # when a device sent on what the next one needs now
     for step in range(1, steps):
-        # With a sample of the ranks, neighbours are unknown: then the slowest one counts.
-        arrives = (np.roll(sent, 1) if whole else np.full(ranks, sent.max())) + hop
-        start[:, step] = np.maximum(done, arrives)
+        start[:, step] = np.maximum(done, np.roll(sent, 1) + hop)
         waited[:, step] = start[:, step] - done
         sent = start[:, step]
         done = start[:, step] + compute[:, step] + merge[:, step]

@@ -5,8 +5,8 @@ Exact for programs that XLA compiles for CPUs, and so also of what is not the le
 
 - The tied table is gathered twice, for the lookup and for the head, rather than held through all layers; its two
   gradients are summed over the devices one by one.
-- Layers of a pipeline are gathered once in the forward pass, but at every tick in the backward pass, and there their
-  gradients are summed over the devices at every tick too.
+- Layers of a pipeline of one round are gathered once in the forward pass, but at every tick in the backward pass, and
+  there their gradients are summed over the devices at every tick too.
 - XLA for CPU reduces by all-reduce where a piece is kept and a reduce-scatter would do; sums gradients over the ring
   and over the rows' devices in two all-reduces, one after the other; and sums over "tensor" what comes back through
   q, k, v, gate and up one by one. XLA for TPU makes one reduction of the second and two sums of the third; it has
@@ -75,11 +75,13 @@ def _weights(config: Config, size: Sizes) -> _Sent:
     pass runs a layer again; table, head and last norm once for all parts of a batch. Gradients are summed at every
     tick."""
     again = 0 if config.train.remat == "none" else size.runs
+    # With several groups of layers on a stage a tick takes those of its own group.
+    first = size.own_layers if config.train.rounds == 1 or size.mesh["stage"] == 1 else size.runs
     matrices, norms = size.layer_matrices, size.layer_norms
     layer = matrices * size.wire + norms * 4
     parts = config.optim.accumulate
     ends = size.table * 4 + size.head * size.wire + size.dim * 4  # looked up in float32
-    yield "weights", "all-gather", ("fsdp", "seq"), parts * (size.own_layers + again) * layer + ends
+    yield "weights", "all-gather", ("fsdp", "seq"), parts * (first + again) * layer + ends
     yield "gradients", "all-reduce", ("data", "fsdp"), parts * size.runs * layer
     yield "gradients", "all-reduce", ("stage", "data", "fsdp"), parts * ends
     yield "gradients", "all-reduce", ("seq",), parts * (size.runs * layer + ends)
@@ -110,10 +112,10 @@ def _activations(config: Config, size: Sizes) -> _Sent:
     parts = config.optim.accumulate
     activation = size.rows * size.tokens * size.dim
     again = 0 if config.train.remat == "none" else 1
-    yield "tensor", "all-reduce", ("tensor",), parts * (2 + again + 5) * size.runs * activation * size.wire
+    of_attention, of_mlp = (1 + again + 3) * activation, (1 + 2) * size.mlp_tokens * size.dim
+    yield "tensor", "all-reduce", ("tensor",), parts * size.runs * (of_attention + of_mlp) * size.wire
     lookup = size.loss_tokens * size.dim * 4
-    chunks = math.ceil(size.loss_tokens / config.model.loss_chunk)
-    padded = chunks * math.ceil(size.loss_tokens / chunks)
+    padded = size.loss_chunks * math.ceil(size.loss_tokens / size.loss_chunks)
     yield "tensor", "all-reduce", ("tensor",), parts * (lookup + padded * (3 * 4 + size.dim * size.wire))
     yield "stages", "collective-permute", ("stage",), parts * 2 * 2 * size.ticks * activation * size.wire
     rows = size.rows * config.microbatches

@@ -21,13 +21,15 @@ class LayerWork:
 def layer_work(config: Config, size: Sizes) -> LayerWork:
     """Of the projections and the MLP.
 
-    A block that is run again leaves the last product of the MLP out: no gradient needs its result.
+    A block that is run again leaves the last product of the MLP out: no gradient needs its result. Without a loop
+    over the layers the compiler also finds that the output projection has been made already.
     """
     tokens = size.rows * size.tokens
     mlp = size.dim * size.mlp_dim
     qkv = (size.heads + 2 * size.kv_heads) * size.head_dim * size.dim
     out = size.heads * size.head_dim * size.dim
-    again = {"none": 0, "attention": out + 2 * mlp, "block": qkv + out + 2 * mlp, "full": qkv + out + 2 * mlp}
+    after = 2 * mlp + (out if config.train.scan_layers else 0)
+    again = {"none": 0, "attention": after, "block": qkv + after, "full": qkv + out + 2 * mlp}
     weights = again[config.train.remat]
     if config.model.mlp_chunk is not None and config.train.remat == "none":
         weights = 2 * mlp
@@ -36,8 +38,8 @@ def layer_work(config: Config, size: Sizes) -> LayerWork:
 
 
 def loss_work(size: Sizes) -> float:
-    """FLOPs of the output head on one device: logits, logits again, and two products of their gradients."""
-    return 4 * 2.0 * size.loss_tokens * size.head
+    """FLOPs of the output head on one device: logits, again if they were made in chunks, and two gradients."""
+    return (3 if size.loss_chunks == 1 else 4) * 2.0 * size.loss_tokens * size.head
 
 
 def score_flops(config: Config, size: Sizes, pairs: float) -> float:

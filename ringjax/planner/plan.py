@@ -1,0 +1,279 @@
+"""What a run on a machine comes to: one object with everything that is predicted, as a table or as JSON."""
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from ringjax.config import Config, ConfigError
+from ringjax.planner.estimate import CONVENTION, Estimate, estimate
+from ringjax.planner.hardware import Chip, Link
+from ringjax.planner.machine import Machine
+from ringjax.planner.memory import Memory, fits, memory
+from ringjax.planner.ring import break_even_tokens
+from ringjax.planner.sizes import AXES, Sizes
+from ringjax.planner.traffic import Transfer, transfers
+
+_MEANING = {
+    "dense": "dense layers",
+    "recompute": "dense layers, again for the backward pass (train.remat)",
+    "attention": "attention",
+    "imbalance": "waiting for the device with the most attention (attention.layout)",
+    "merge": "merging partial results",
+    "exchange": "transfers of attention that hide under nothing",
+    "tensor": "sums over the tensor axis",
+    "weights": "weights and gradients over the links",
+    "stages": "messages between pipeline stages",
+    "loss": "the output head",
+    "optimizer": "the optimizer",
+    "bubble": "pipeline stages with nothing to do",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run on a machine.
+
+    Attributes:
+      config: the run.
+      machine: where.
+      parameters: of the model.
+      memory: of one device.
+      fits: whether a device has so much.
+      transfers: of one step, on one device.
+      estimate: of the time.
+      break_even: local tokens from which hops are hidden, forward and backward.
+      days: for `budget` tokens; None without one.
+      budget: tokens to train on.
+    """
+
+    config: Config
+    machine: Machine
+    parameters: int
+    memory: Memory
+    fits: bool
+    transfers: tuple[Transfer, ...]
+    estimate: Estimate
+    break_even: tuple[float, float]
+    days: float | None
+    budget: float | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; seconds, bytes, FLOPs and tokens."""
+        size, times = Sizes.of(self.config, 1), self.estimate.seconds
+        return {
+            "machine": {"name": self.machine.name, "devices": self.machine.devices, "hosts": self.machine.hosts},
+            "mesh": {axis: count for axis, count in size.mesh.items() if count > 1},
+            "parameters": self.parameters,
+            "memory": {**asdict(self.memory), "total": self.memory.total, "available": self.machine.chip.memory},
+            "fits": self.fits,
+            "flops": self.estimate.flops,
+            "transfers": [asdict(one) for one in self.transfers],
+            "seconds": {**asdict(times), "total": times.total},
+            "limit": times.limit,
+            "laps": [
+                {
+                    "window": one.window,
+                    "layers": one.layers,
+                    **{
+                        name: {
+                            "seconds": lap.seconds,
+                            "hop_s": lap.hop,
+                            "exposed_s": lap.exposed,
+                            "merge_s": float(lap.merge[0].sum()),
+                            "efficiency": lap.efficiency,
+                            "imbalance": lap.imbalance,
+                        }
+                        for name, lap in (("forward", one.forward), ("backward", one.backward))
+                    },
+                }
+                for one in self.estimate.windows
+            ],
+            "break_even_tokens": {"forward": self.break_even[0], "backward": self.break_even[1]},
+            "tokens_per_s": self.estimate.tokens_per_s,
+            "mfu": self.estimate.mfu,
+            "mfu_convention": CONVENTION,
+            "budget_tokens": self.budget,
+            "days": self.days,
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:<18} {text}".rstrip() for name, text in self._lines())
+
+    def _lines(self) -> list[tuple[str, str]]:
+        chip, done = self.machine.chip, self.estimate
+        network = (
+            f", {chip.network.name} between {self.machine.hosts} hosts"
+            if self.machine.hosts > 1 and chip.network
+            else ""
+        )
+        times = done.seconds
+        lines = [
+            ("machine", f"{self.machine.name}, {gib(chip.memory)} each, {chip.link.name}{network}"),
+            ("mesh", show_mesh(Sizes.of(self.config, 1).mesh)),
+            ("parameters", short(self.parameters)),
+            ("FLOPs", f"{done.flops:.3g} a step on all devices"),
+            ("memory", self._room()),
+            *[(f"  {name}", gib(size)) for name, size in _parts(self.memory)],
+            *[("host memory", gib(self.memory.host)) for _ in range(bool(self.memory.host))],
+            *[line for window in done.windows for line in self._lap_lines(window)],
+            *[
+                ("sent", f"{one.purpose}: {one.kind} over {', '.join(one.axes)}, {gib(one.bytes)}")
+                for one in self.transfers
+            ],
+            ("step", f"{seconds(times.total)}, of which most goes to {_MEANING[times.limit]}"),
+            *[
+                (
+                    f"  {one.name}",
+                    f"{seconds(getattr(times, one.name)):>8}  {getattr(times, one.name) / times.total:5.1%}",
+                )
+                for one in fields(times)
+                if getattr(times, one.name) > 0.0005 * times.total
+            ],
+            (
+                "speed",
+                f"{short(done.tokens_per_s)} tokens/s, {short(done.tokens_per_s / self.machine.devices)} a device",
+            ),
+            ("MFU", f"{done.mfu:.1%} ({CONVENTION})"),
+        ]
+        if self.days is not None and self.budget is not None:
+            lines.append(("training", f"{self.days:.3g} days for {short(self.budget)} tokens"))
+        return lines
+
+    def _room(self) -> str:
+        have, need = self.machine.chip.memory, self.memory.total
+        if self.fits:
+            return f"{gib(need)} on each device, {1 - need / have:.1%} free"
+        return f"{gib(need)} on each device: DOES NOT FIT into {gib(have)} with a margin; try --advise"
+
+    def _lap_lines(self, window: Any) -> list[tuple[str, str]]:
+        ring = self.config.mesh.seq
+        if ring == 1:
+            return []
+        which = f"{window.layers} layers" + (f", window {window.window:,}" if window.window else "")
+        lines = []
+        for name, lap in (("forward", window.forward), ("backward", window.backward)):
+            lines.append(
+                (
+                    f"lap {name}",
+                    f"{which}: {seconds(lap.seconds)}, a hop {seconds(lap.hop)}, exposed {seconds(lap.exposed)}, "
+                    f"busiest device {lap.imbalance:.2f} x the mean, efficiency {lap.efficiency:.1%}",
+                )
+            )
+        tokens = self.config.data.seq_len // ring
+        lines.append(
+            (
+                "break-even",
+                f"hops hide from {self.break_even[0]:,.0f} tokens on a device forward, {self.break_even[1]:,.0f} "
+                f"backward; it has {tokens:,}",
+            )
+        )
+        return lines
+
+
+def make_plan(
+    config: Config,
+    vocab_size: int,
+    machine: Machine,
+    documents: tuple[int, ...] | None = None,
+    budget: float | None = None,
+) -> Plan:
+    """Predict a run.
+
+    Args:
+      config: a run that `check_config` accepts.
+      vocab_size: V.
+      machine: where.
+      documents: tokens of each document of a row; None = one.
+      budget: tokens to train on.
+
+    Raises:
+      ConfigError: the mesh is not the machine's.
+    """
+    size = Sizes.of(config, vocab_size)
+    check_mesh(size.mesh, machine)
+    need = memory(config, vocab_size, machine.chip.platform)
+    found = estimate(config, vocab_size, machine, documents)
+    return Plan(
+        config=config,
+        machine=machine,
+        parameters=size.parameters,
+        memory=need,
+        fits=fits(need, machine),
+        transfers=tuple(transfers(config, vocab_size)),
+        estimate=found,
+        break_even=break_even(config, size, machine.chip, machine.hop_link(size.mesh, "seq")),
+        days=None if budget is None else found.days(budget),
+        budget=budget,
+    )
+
+
+def break_even(config: Config, size: Sizes, chip: Chip, link: Link) -> tuple[float, float]:
+    """Local tokens from which a hop over a link is hidden with these heads, forward and backward."""
+    forward, backward = (
+        break_even_tokens(
+            chip.attention(config.train.precision, backward),
+            link.bandwidth,
+            size.heads / size.kv_heads,
+            share=0.5,
+            backward=backward,
+            wire_bytes=size.wire,
+            latency=link.latency,
+            heads=size.heads * size.rows,
+            head_dim=size.head_dim,
+        )
+        for backward in (False, True)
+    )
+    return forward, backward
+
+
+def check_mesh(mesh: dict[str, int], machine: Machine) -> None:
+    """Raise unless the mesh fills the machine.
+
+    Raises:
+      ConfigError: it does not.
+    """
+    count = 1
+    for axis in AXES:
+        count *= mesh[axis]
+    if count != machine.devices:
+        raise ConfigError(
+            [
+                f"the mesh has {count:,} devices ({show_mesh(mesh)}) and the machine {machine.devices:,} "
+                f"({machine.name}); make them equal: change an axis of mesh, or --devices, or let --advise choose"
+            ]
+        )
+    try:
+        machine.hop_link(mesh, "seq")
+    except ValueError as error:
+        raise ConfigError(
+            [f"{error}; a host has {machine.devices // machine.hosts} devices: change an axis of mesh"]
+        ) from error
+
+
+def show_mesh(mesh: dict[str, int]) -> str:
+    """As "fsdp 2 x seq 8"."""
+    return " x ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "one device"
+
+
+def _parts(need: Memory) -> list[tuple[str, int]]:
+    return [(one.name, size) for one in fields(need) if one.name != "host" and (size := getattr(need, one.name))]
+
+
+def gib(size: float) -> str:
+    """Bytes for people."""
+    return f"{size / 2**30:,.2f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:,.2f} MiB"
+
+
+def seconds(value: float) -> str:
+    """Seconds for people."""
+    for unit, scale in (("s", 1), ("ms", 1e-3)):
+        if value >= scale:
+            return f"{value / scale:.3g} {unit}"
+    return f"{value / 1e-6:.3g} us"
+
+
+def short(value: float) -> str:
+    """Counts for people."""
+    for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= scale:
+            return f"{value / scale:.3g}{unit}"
+    return f"{value:.3g}"
