@@ -68,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_train(subparsers)
     _add_launch(subparsers)
+    _add_plan(subparsers)
     _add_compile(subparsers)
     _add_doctor(subparsers)
     return parser
@@ -117,6 +118,62 @@ def _add_launch(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]
     _add_settings(parser)
     _add_traceback(parser)
     parser.set_defaults(command=_launch)
+
+
+def _add_plan(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """`ringjax plan`."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="predict a run's memory and time on a machine, and choose a mesh",
+        usage="ringjax plan CONFIG (--hardware NAME [--devices N] | --topology NAME) [key.path=value ...] [--advise] "
+        "[--json] [--plot FILE]",
+        description="Predict what a run needs and how fast it goes, by arithmetic: no accelerator, no compiler, a "
+        "few seconds. What is assumed of a chip can be replaced by what was measured (--hardware-file).",
+        epilog="examples:\n  ringjax plan configs/quickstart.yaml --hardware h100 --devices 4\n"
+        "  ringjax plan configs/quickstart.yaml --topology v5p:4x4x8 --advise",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_settings(parser)
+    parser.add_argument("--hardware", metavar="NAME", help="the chip, as h100 or v5p")
+    parser.add_argument("--devices", type=int, metavar="N", help="how many; default: those of the mesh")
+    parser.add_argument("--topology", metavar="NAME", help="instead of both: as v5p:4x4x8, h100:8 or h100:4x8")
+    parser.add_argument("--hardware-file", metavar="FILE", help="YAML with chips of one's own and measured rates")
+    parser.add_argument("--network", metavar="NAME", help="between hosts of GPUs: 100g, 200g or 400g for each GPU")
+    parser.add_argument("--documents", metavar="N,N,...", help="tokens of the documents of a row, again and again")
+    parser.add_argument("--tokens", type=float, metavar="N", help="to train on in all, as 1e12")
+    parser.add_argument("--advise", action="store_true", help="rank all meshes and strategies that fit")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--plot", metavar="FILE", help="draw timeline, memory and ring sizes (extra plot)")
+    _add_traceback(parser)
+    parser.set_defaults(command=_plan)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    """Load the settings, predict, and print."""
+    config = load_config(args.config, args.overrides)
+    from ringjax.planner.request import answer
+
+    vocab_size = config.model.vocab_size
+    if vocab_size is None:
+        from ringjax.data import get_tokenizer
+        from ringjax.training.programs import choose_vocab_size
+
+        vocab_size = choose_vocab_size(config, get_tokenizer(config.data.tokenizer).vocab_size)
+    result = answer(
+        config,
+        vocab_size,
+        hardware=args.hardware,
+        devices=args.devices,
+        topology=args.topology,
+        hardware_file=args.hardware_file,
+        network=args.network,
+        documents=args.documents,
+        tokens=args.tokens,
+        advise=args.advise,
+        plot=args.plot,
+    )
+    print(json.dumps(result.as_dict()) if args.json else result)
+    return 0
 
 
 def _add_compile(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
