@@ -11,6 +11,8 @@ from ringjax.planner.machine import (
     machine_of_topology,
     read_topology,
 )
+from ringjax.planner.short import short_form
+from ringjax.planner.units import gib
 
 __all__ = [
     "CHIPS",
@@ -23,10 +25,12 @@ __all__ = [
     "causal_keys",
     "find_chip",
     "flops_per_token",
+    "gib",
     "keys_per_token",
     "load_chips",
     "machine_of",
     "machine_of_topology",
     "model_flops",
     "read_topology",
+    "short_form",
 ]

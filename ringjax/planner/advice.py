@@ -6,12 +6,14 @@ from typing import Any
 
 from ringjax.attention.layout import get_layout
 from ringjax.config import Config, ConfigError, MeshConfig, check_config
+from ringjax.planner.decode import Decode
 from ringjax.planner.estimate import CONVENTION, Estimate, estimate
 from ringjax.planner.machine import MOST_DEVICES, Machine, across_hosts
 from ringjax.planner.memory import Memory, fits, memory, room
-from ringjax.planner.plan import break_even, gib, seconds, short, show_mesh
+from ringjax.planner.plan import break_even, decode_of, show_decode, show_mesh
 from ringjax.planner.sizes import AXES, Sizes
 from ringjax.planner.strategies import Strategy, strategies
+from ringjax.planner.units import gib, seconds, short
 
 _SAME = 1.02  # steps that differ by less are called equal
 _LOSES = {
@@ -70,6 +72,7 @@ class Advice:
       considered: how many there were.
       break_even: local tokens from which hops are hidden, forward and backward, over each kind of link.
       longest: the longest context that fits, and the mesh it fits with, at the run's batch.
+      decode: one token, with the cache sharded over all devices with fast links, at the run's context.
     """
 
     config: Config
@@ -78,6 +81,7 @@ class Advice:
     considered: int
     break_even: dict[str, tuple[float, float]]
     longest: tuple[int, dict[str, int]]
+    decode: Decode
 
     @property
     def best(self) -> Candidate:
@@ -136,6 +140,7 @@ class Advice:
                 link: {"forward": forward, "backward": backward}
                 for link, (forward, backward) in self.break_even.items()
             },
+            "decode": {**asdict(self.decode), "speedup": self.decode.speedup} if self.decode.ring > 1 else None,
             "longest_context": {"tokens": self.longest[0], "mesh": self.longest[1]},
         }
 
@@ -174,6 +179,7 @@ class Advice:
         lines += [
             f"longest context that fits, {self.config.data.batch} a step: {self.longest[0]:,} tokens, on "
             f"{show_mesh(self.longest[1])}",
+            *([f"decode: {show_decode(self.decode)}"] if self.decode.ring > 1 else []),
             f"MFU: {CONVENTION}",
         ]
         return "\n".join(lines)
@@ -214,6 +220,7 @@ def advise(config: Config, vocab_size: int, machine: Machine, documents: tuple[i
         considered=considered,
         break_even={link.name: break_even(one_row, size, machine.chip, link) for link in links},
         longest=_longest(possible, vocab_size, machine),
+        decode=decode_of(size, machine, machine.devices // machine.hosts, config.data.seq_len),
     )
 
 

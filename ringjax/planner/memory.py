@@ -1,15 +1,19 @@
 """Memory of one device at the fullest moment of a step, by what it is for.
 
+That is in the backward pass of a layer, or, where the table is large and the tokens are few, in that of the loss.
+Kernels work in registers and in memory of their own, not in this one.
+
 Arguments are exact. Of the temporaries, what is saved for the backward pass and what is proportional to the table is
 exact too; how many arrays of the tokens of one layer are alive at its fullest moment is the compiler's affair, and
 counted in programs compiled for each platform (`_ALIVE`).
 """
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from ringjax.config import Config
 from ringjax.planner.machine import Machine
+from ringjax.planner.ring import GRADIENT_BYTES
 from ringjax.planner.sizes import Sizes
 from ringjax.planner.strategies import RING, Strategy
 
@@ -29,8 +33,8 @@ class Memory:
       attention: state of one layer: queries, output, two blocks of keys and values, and in the backward pass the
         gradient of the queries and two of the blocks, in float32.
       layer: other arrays of the layer that is at work, and its weights in use.
-      loss: the table in use, its gradient in float32, and the logits of a chunk.
-      scratch: of kernels.
+      loss: the table in use and its gradients in float32; in the backward pass of the loss also hidden states and the
+        logits of a chunk.
       host: in the host's memory instead, no part of the total.
     """
 
@@ -42,7 +46,6 @@ class Memory:
     attention: int
     layer: int
     loss: int
-    scratch: int
     host: int = 0
 
     @property
@@ -57,30 +60,34 @@ class Memory:
 
 @dataclass(frozen=True)
 class _Alive:
-    """Arrays alive at the fullest moment of a layer's backward pass, beyond what `Memory.attention` lists.
+    """Arrays alive at the fullest moment of a step, counted in compiled programs.
+
+    In numbers of the computation's type unless said otherwise.
 
     Attributes:
-      embed: of [tokens, M].
+      embed: of [tokens, M], in the backward pass of a layer.
       mlp: of [tokens, F].
-      heads: of [tokens, H D].
-      blocks: of [tokens, 2 K D].
-      table: of the table, in float32.
-      none_mlp, none_embed: further arrays that train.remat=none saves of a layer.
+      travelling: blocks of keys and values besides the own one, each with a gradient in float32; none in a ring of 1.
+      table: of the table, in float32: in use, and its gradients.
+      passing: of a microbatch [tokens, M] between the stages of a pipeline.
+      none_embed, none_mlp: further arrays that train.remat=none saves of a layer.
     """
 
     embed: float
     mlp: float
-    heads: float
-    blocks: float
+    travelling: float
     table: float
-    none_mlp: float
+    passing: float
     none_embed: float
+    none_mlp: float
 
 
+# Fits to what memory_analysis() says of train steps of two models on up to 18 meshes, lengths and policies (CPU), 6
+# (H100) and 1 (v5p), jax 0.10.2.
 _ALIVE = {
-    "cpu": _Alive(embed=6.9, mlp=9.0, heads=4.0, blocks=1.0, table=2.5, none_mlp=5.0, none_embed=8.0),
-    "gpu": _Alive(embed=4.0, mlp=4.0, heads=2.0, blocks=2.0, table=2.0, none_mlp=5.0, none_embed=8.0),
-    "tpu": _Alive(embed=4.0, mlp=4.0, heads=2.0, blocks=2.0, table=2.0, none_mlp=5.0, none_embed=8.0),
+    "cpu": _Alive(embed=8.2, mlp=8.2, travelling=2.1, table=3.3, passing=8.0, none_embed=5.0, none_mlp=5.0),
+    "gpu": _Alive(embed=0.5, mlp=6.0, travelling=3.3, table=2.2, passing=8.0, none_embed=10.0, none_mlp=5.0),
+    "tpu": _Alive(embed=2.0, mlp=6.0, travelling=3.3, table=2.2, passing=8.0, none_embed=10.0, none_mlp=5.0),
 }
 
 
@@ -94,7 +101,7 @@ def memory(config: Config, vocab_size: int, platform: str, strategy: Strategy = 
       strategy: how keys meet queries.
     """
     size = Sizes.of(config, vocab_size)
-    alive = _ALIVE[platform]
+    alive = _ALIVE.get(platform, _ALIVE["gpu"])
     wire = 4 if platform == "cpu" else size.wire
     tokens = size.rows * size.tokens
     heads, blocks = tokens * size.heads * size.head_dim, 2 * tokens * size.kv_heads * size.head_dim
@@ -102,24 +109,42 @@ def memory(config: Config, vocab_size: int, platform: str, strategy: Strategy = 
     if config.model.mlp_chunk is not None:
         mlp = min(mlp, config.model.mlp_chunk * size.mlp_dim)
     saved, host = _saved(config, size, alive, wire)
-    attention = heads * (wire + 4 + 4) + blocks * (2 * wire + (2 * 4 if size.mesh["seq"] > 1 else 4))
-    layer = wire * (alive.embed * embed + alive.mlp * mlp + alive.heads * heads + alive.blocks * blocks)
-    in_use = size.layer_matrices * wire if size.mesh["fsdp"] * size.mesh["seq"] > 1 else 0
+    count = 1 + (alive.travelling if strategy.ring(size) > 1 else 0)
+    attention = heads * (wire + 4 + 4) + round(count * blocks * (wire + GRADIENT_BYTES))
+    layer = wire * (alive.embed * embed + alive.mlp * mlp + (alive.passing * embed if size.mesh["stage"] > 1 else 0))
+    layer += _weights_in_use(config, size, wire)
     parameters = size.stored_parameters
     pieces = size.mesh["fsdp"] * size.mesh["seq"]
-    return Memory(
+    of_layers = 4 * size.own_layers * (size.layer_matrices + size.layer_norms) // pieces
+    of_parts = 4 * parameters if config.optim.accumulate > 1 else 0
+    table = round(alive.table * 4 * size.table)
+    if config.optim.accumulate > 1:  # brought together once for all parts
+        table += (4 + wire) * size.table
+    backward = Memory(
         weights=4 * parameters,
         optimizer=8 * parameters,
         batch=_batch(config, size),
-        gradients=4 * size.own_layers * (size.layer_matrices + size.layer_norms) // pieces
-        + (4 * parameters if config.optim.accumulate > 1 else 0),
+        gradients=of_layers + of_parts,
         saved=saved,
         attention=attention + strategy.extra_bytes(size),
-        layer=round(layer + in_use),
-        loss=round(alive.table * 4 * size.table) + _chunk(size),
-        scratch=0,
+        layer=round(layer),
+        loss=table,
         host=host,
     )
+    loss = table + _chunk(size) + 2 * wire * size.loss_tokens * size.dim
+    head = replace(backward, gradients=of_parts, attention=0, layer=0, loss=loss)
+    return max(backward, head, key=lambda moment: moment.total)
+
+
+def _weights_in_use(config: Config, size: Sizes, wire: int) -> int:
+    """Of one layer, brought together; chunks of the MLP have a copy of its weights in float32, and a gradient."""
+    copies = 2 * 4 * 3 * size.dim * size.mlp_dim if config.model.mlp_chunk is not None else 0
+    return copies + (size.layer_matrices * wire if _is_gathered(size) else 0)
+
+
+def _is_gathered(size: Sizes) -> bool:
+    """Whether weights in use are other arrays than those that are stored."""
+    return size.mesh["fsdp"] * size.mesh["seq"] > 1
 
 
 def _batch(config: Config, size: Sizes) -> int:
@@ -138,14 +163,12 @@ def _saved(config: Config, size: Sizes, alive: _Alive, wire: int) -> tuple[int, 
     inputs = wire * tokens * size.dim
     result = tokens * size.heads * (size.head_dim * wire + 4)
     qkv = wire * tokens * (size.heads + 2 * size.kv_heads) * size.head_dim
+    others = round(wire * tokens * (alive.none_mlp * size.mlp_dim + alive.none_embed * size.dim))
     each = {
         "full": inputs,
         "block": inputs + result,
         "attention": inputs + result + qkv,
-        "none": inputs
-        + result
-        + qkv
-        + round(wire * tokens * (alive.none_mlp * size.mlp_dim + alive.none_embed * size.dim)),
+        "none": inputs + result + qkv + others + (size.layer_matrices * wire if _is_gathered(size) else 0),
     }[config.train.remat]
     if config.train.offload:
         return size.runs * (each - inputs), size.runs * inputs

@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from ringjax.config import Config, ConfigError
+from ringjax.planner.decode import Decode, decode
 from ringjax.planner.estimate import CONVENTION, Estimate, estimate
 from ringjax.planner.hardware import Chip, Link
 from ringjax.planner.machine import Machine
@@ -11,6 +12,7 @@ from ringjax.planner.memory import Memory, fits, memory
 from ringjax.planner.ring import break_even_tokens
 from ringjax.planner.sizes import AXES, Sizes
 from ringjax.planner.traffic import Transfer, transfers
+from ringjax.planner.units import gib, seconds, short
 
 _MEANING = {
     "dense": "dense layers",
@@ -40,6 +42,7 @@ class Plan:
       fits: whether a device has so much.
       transfers: of one step, on one device.
       estimate: of the time.
+      decode: one token of one sequence, with the cache sharded over the ring, at the run's context.
       break_even: local tokens from which hops are hidden, forward and backward.
       days: for `budget` tokens; None without one.
       budget: tokens to train on.
@@ -52,6 +55,7 @@ class Plan:
     fits: bool
     transfers: tuple[Transfer, ...]
     estimate: Estimate
+    decode: Decode
     break_even: tuple[float, float]
     days: float | None
     budget: float | None
@@ -88,6 +92,7 @@ class Plan:
                 for one in self.estimate.windows
             ],
             "break_even_tokens": {"forward": self.break_even[0], "backward": self.break_even[1]},
+            "decode": {**asdict(self.decode), "speedup": self.decode.speedup} if self.decode.ring > 1 else None,
             "tokens_per_s": self.estimate.tokens_per_s,
             "mfu": self.estimate.mfu,
             "mfu_convention": CONVENTION,
@@ -134,6 +139,8 @@ class Plan:
             ),
             ("MFU", f"{done.mfu:.1%} ({CONVENTION})"),
         ]
+        if self.decode.ring > 1:
+            lines.append(("decode", show_decode(self.decode)))
         if self.days is not None and self.budget is not None:
             lines.append(("training", f"{self.days:.3g} days for {short(self.budget)} tokens"))
         return lines
@@ -200,6 +207,7 @@ def make_plan(
         fits=fits(need, machine),
         transfers=tuple(transfers(config, vocab_size)),
         estimate=found,
+        decode=decode_of(size, machine, size.mesh["seq"], config.data.seq_len),
         break_even=break_even(config, size, machine.chip, machine.hop_link(size.mesh, "seq")),
         days=None if budget is None else found.days(budget),
         budget=budget,
@@ -223,6 +231,14 @@ def break_even(config: Config, size: Sizes, chip: Chip, link: Link) -> tuple[flo
         for backward in (False, True)
     )
     return forward, backward
+
+
+def decode_of(size: Sizes, machine: Machine, ring: int, context: int) -> Decode:
+    """One token of one sequence with the cache sharded over so many devices, on the fast links if they are enough."""
+    chip = machine.chip
+    crosses = ring > machine.devices // machine.hosts
+    link = chip.network if crosses and chip.network else chip.link
+    return decode(chip, link, ring, context, size.heads, size.kv_heads, size.head_dim)
 
 
 def check_mesh(mesh: dict[str, int], machine: Machine) -> None:
@@ -258,22 +274,10 @@ def _parts(need: Memory) -> list[tuple[str, int]]:
     return [(one.name, size) for one in fields(need) if one.name != "host" and (size := getattr(need, one.name))]
 
 
-def gib(size: float) -> str:
-    """Bytes for people."""
-    return f"{size / 2**30:,.2f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:,.2f} MiB"
-
-
-def seconds(value: float) -> str:
-    """Seconds for people."""
-    for unit, scale in (("s", 1), ("ms", 1e-3)):
-        if value >= scale:
-            return f"{value / scale:.3g} {unit}"
-    return f"{value / 1e-6:.3g} us"
-
-
-def short(value: float) -> str:
-    """Counts for people."""
-    for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= scale:
-            return f"{value / scale:.3g}{unit}"
-    return f"{value:.3g}"
+def show_decode(found: Decode) -> str:
+    """In words."""
+    return (
+        f"a cache sharded over {found.ring} devices pays from {found.pays_from:,.0f} tokens on; at "
+        f"{found.context:,} a layer's attention takes {seconds(found.shared)} instead of {seconds(found.alone)}, "
+        f"{found.speedup:.2g} x"
+    )

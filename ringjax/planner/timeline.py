@@ -20,15 +20,17 @@ MOST_RANKS = 64  # larger rings are played with so many ranks, each for some of 
 
 @dataclass(frozen=True)
 class Lap:
-    """One lap, forward or backward; seconds, [ranks, steps] each, step 0 the own block.
+    """One lap, forward or backward; seconds, [ranks, steps] each.
+
+    Step 0 is the own block; in the backward pass of a ring one half of it, and the other half is the last step.
 
     Attributes:
       start: when the attention of a step begins, since the start of the lap.
       compute: attention.
       merge: of the partial results, or of the gradients; its traffic in memory.
       waited: before the step, for its block. Exposed.
-      hop: seconds of one message, equal for all. In large rings a rank of the timeline stands for several, and a
-        step for as many hops.
+      hop: seconds of one message: keys and values, backward with gradients, as most of them have. In large rings a
+        rank of the timeline stands for several, and a step for as many hops.
       without_hops: seconds of the lap if messages took no time: what remains is work, and waiting for busier devices.
     """
 
@@ -103,15 +105,21 @@ class Attention:
         compute = pairs * (flops / chip.attention(self.precision, backward))
         merge = np.full_like(compute, fold * block.merge_bytes(self.fused) / chip.memory_bandwidth)
         merge[:, 0] = 0.0  # nothing to merge with
-        hop = 0.0
+        hops, hop = np.zeros(0), 0.0
         if link is not None and pairs.shape[1] > 1:
-            hop = fold * (link.latency + block.hop_bytes(backward) / link.bandwidth)
-        start, waited = _run(compute, merge, hop)
-        ideal = float((_run(compute, merge, 0.0)[0] + compute + merge)[:, -1].max())
-        # The last gradients come home under the second half of the own block: only what exceeds that is waited for.
-        home = max(0.0, hop - float(compute[:, 0].min()) / 2) if backward else 0.0
-        start[:, -1] += home
-        waited[:, -1] += home
+            keys, both = (block.hop_bytes(way) / link.bandwidth for way in (False, True))
+            hop = fold * (link.latency + (both if backward else keys))
+            hops = np.full(pairs.shape[1] - 1, hop)
+        if backward and len(hops):
+            # The own block comes in two halves: the first hop, of keys alone, runs under one of them, and the last
+            # hop, of gradients alone, under the other.
+            half = compute[:, :1] / 2
+            compute = np.concatenate([half, compute[:, 1:], half], axis=1)
+            merge = np.concatenate([merge, merge[:, :1]], axis=1)
+            hops = np.append(hops, fold * (link.latency + both - keys))
+            hops[0] = fold * (link.latency + keys)
+        start, waited = _run(compute, merge, hops)
+        ideal = float((_run(compute, merge, 0 * hops)[0] + compute + merge)[:, -1].max())
         return Lap(start, compute, merge, waited, hop, ideal)
 
 
@@ -126,14 +134,14 @@ def _laps(attention: Attention, chip: Chip, link: Link | None) -> tuple[Lap, Lap
     return attention.lap(pairs, fold, chip, link, False), attention.lap(pairs, fold, chip, link, True)
 
 
-def _run(compute: np.ndarray, merge: np.ndarray, hop: float) -> tuple[np.ndarray, np.ndarray]:
+def _run(compute: np.ndarray, merge: np.ndarray, hops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Play the steps: when each begins, and what was waited before."""
     ranks, steps = compute.shape
     start, waited = np.zeros_like(compute), np.zeros_like(compute)
     done = compute[:, 0] + merge[:, 0]
     sent = np.zeros(ranks)  # when a device sent on what the next one needs now
     for step in range(1, steps):
-        start[:, step] = np.maximum(done, np.roll(sent, 1) + hop)
+        start[:, step] = np.maximum(done, np.roll(sent, 1) + hops[step - 1])
         waited[:, step] = start[:, step] - done
         sent = start[:, step]
         done = start[:, step] + compute[:, step] + merge[:, step]

@@ -13,7 +13,7 @@ from ringjax.config import Config, ConfigError, UserError, check_config
 from ringjax.data import get_tokenizer
 from ringjax.models import count_parameters
 from ringjax.parallel import Topology, covered, make_mesh, read_collectives, read_hops
-from ringjax.planner import model_flops
+from ringjax.planner import gib, model_flops
 from ringjax.training.console import format_count
 from ringjax.training.patience import shown
 from ringjax.training.programs import build_programs, choose_vocab_size
@@ -98,14 +98,14 @@ class Forecast:
         memory, share = self.memory, self.memory.peak / self.memory.available
         axes = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items()) or "one device"
         lines = [
-            ("topology", f"{self.topology}: {self.devices:,} devices of {_gib(memory.available)}, {axes}"),
+            ("topology", f"{self.topology}: {self.devices:,} devices of {gib(memory.available)}, {axes}"),
             ("parameters", format_count(self.parameters)),
             (
                 "memory",
-                f"{_gib(memory.peak)} on each device, {1 - share:.1%} free: arguments {_gib(memory.arguments)}, "
-                f"temporaries {_gib(memory.temporaries)}, program {_gib(memory.program)}",
+                f"{gib(memory.peak)} on each device, {1 - share:.1%} free: arguments {gib(memory.arguments)}, "
+                f"temporaries {gib(memory.temporaries)}, program {gib(memory.program)}",
             ),
-            *([("host memory", f"{_gib(memory.host)} for each device")] if memory.host else []),
+            *([("host memory", f"{gib(memory.host)} for each device")] if memory.host else []),
             (
                 "FLOPs",
                 f"{self.flops:.3g} a step on each device (causal as half, backward as twice forward, nothing that is "
@@ -118,7 +118,7 @@ class Forecast:
         ]
         for one in self.traffic:
             over = "unknown groups" if one.axes is None else ", ".join(one.axes) or "no axis"
-            lines.append((one.kind, f"over {over}: {_gib(one.bytes)} in {one.count:,}"))
+            lines.append((one.kind, f"over {over}: {gib(one.bytes)} in {one.count:,}"))
         lines.append(("compiled", f"in {self.compile_s:.0f} s, after {self.lower_s:.0f} s of tracing and lowering"))
         return lines
 
@@ -208,8 +208,8 @@ def _too_large(config: Config, topology: Topology, needed: float) -> str:
     if config.data.batch > config.mesh.data * config.mesh.fsdp:
         changes.append("optim.accumulate cuts the batch into parts, or data.batch may be lower")
     return (
-        f"the step needs {_gib(needed)} on each device of {topology.name}, which has {_gib(available)}: "
-        f"{_gib(needed - available)} too much. What helps: {'; '.join(changes)}"
+        f"the step needs {gib(needed)} on each device of {topology.name}, which has {gib(available)}: "
+        f"{gib(needed - available)} too much. What helps: {'; '.join(changes)}"
     )
 
 
@@ -236,7 +236,3 @@ def _traffic(text: str, axis_sizes: dict[str, int]) -> tuple[Traffic, ...]:
         totals[one.kind, one.axes] = (count + one.times, size + one.bytes)
     found = [Traffic(kind, axes, count, size) for (kind, axes), (count, size) in totals.items()]
     return tuple(sorted(found, key=lambda one: -one.bytes))
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.2f} MiB"

@@ -5,6 +5,7 @@ import jax
 from ringjax.config import Config
 from ringjax.models import count_parameters
 from ringjax.parallel import ProcessesError
+from ringjax.planner import short_form
 from ringjax.training.console import Console, format_count, plural
 from ringjax.training.faults import EXIT_AGAIN, StopSignals
 from ringjax.training.trainer import Trainer
@@ -100,6 +101,7 @@ def _summary(trainer: Trainer) -> list[tuple[str, str]]:
             f"{plural(config.data.batch, 'sequence')}, "
             f"{format_count(config.data.batch * config.data.seq_len)} tokens a step",
         ),
+        ("plan", short_form(config, trainer.vocab_size, trainer.mesh.devices.flat[0])),
         ("data", f"{config.data.source}: {_size(data.train)} to train on, {_size(data.eval)} held out"),
         ("run", f"{trainer.start} of {plural(config.train.steps, 'step')} done, in {trainer.folder.path}"),
     ]

@@ -107,7 +107,7 @@ def test_output_is_a_table_plain_lines_a_sample_and_where_things_are(whole):
     assert "\x1b" not in out
     assert "\r" not in out
     lines = out.splitlines()
-    names = ["model", "parameters", "mesh", "sequence", "batch", "data", "run"]
+    names = ["model", "parameters", "mesh", "sequence", "batch", "plan", "data", "run"]
     assert [line.split()[0] for line in lines[: len(names)]] == names
     assert lines[2].split(maxsplit=1)[1].startswith("seq 2 (")
     assert "128 tokens, 64 on each device of the ring, zigzag" in lines[3]
