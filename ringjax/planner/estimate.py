@@ -10,6 +10,7 @@ Assumed, and to be known when a figure is read:
 """
 
 from dataclasses import dataclass, fields
+from math import prod
 
 from ringjax.config import Config
 from ringjax.planner.flops import model_flops
@@ -171,12 +172,13 @@ def estimate(
 def _sent(config: Config, vocab_size: int, size: Sizes, machine: Machine) -> dict[str, float]:
     """Seconds of everything that a step sends but for the ring, by purpose."""
     total = dict.fromkeys(("weights", "gradients", "tensor", "stages"), 0.0)
-    for one in transfers(config, vocab_size):
+    for one in transfers(config, vocab_size, machine.chip.platform):
         if one.purpose == "stages" and one.kind == "collective-permute":
             link = machine.hop_link(size.mesh, "stage")
             total["stages"] += one.bytes / link.bandwidth + link.latency * 4 * size.ticks
         elif one.purpose != "ring":
-            total[one.purpose] += machine.collective_seconds(one.kind, one.axes, size.mesh, one.bytes)
+            pieces = prod(size.mesh[axis] for axis in one.axes) if one.kind == "reduce-scatter" else 1
+            total[one.purpose] += machine.collective_seconds(one.kind, one.axes, size.mesh, one.bytes * pieces)
     return total
 
 

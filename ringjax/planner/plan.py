@@ -205,7 +205,7 @@ def make_plan(
         parameters=size.parameters,
         memory=need,
         fits=fits(need, machine),
-        transfers=tuple(transfers(config, vocab_size)),
+        transfers=tuple(transfers(config, vocab_size, machine.chip.platform)),
         estimate=found,
         decode=decode_of(size, machine, size.mesh["seq"], config.data.seq_len),
         break_even=break_even(config, size, machine.chip, machine.hop_link(size.mesh, "seq")),

@@ -9,8 +9,11 @@ Exact for programs that XLA compiles for CPUs, and so also of what is not the le
   there their gradients are summed over the devices at every tick too.
 - XLA for CPU reduces by all-reduce where a piece is kept and a reduce-scatter would do; sums gradients over the ring
   and over the rows' devices in two all-reduces, one after the other; and sums over "tensor" what comes back through
-  q, k, v, gate and up one by one. XLA for TPU makes one reduction of the second and two sums of the third; it has
-  reduce-scatters on meshes without "data", and all-reduces on those with it.
+  q, k, v, gate and up one by one.
+
+Accelerators' compilers do better: one reduction of gradients over all axes, two sums of what comes back. For GPUs it
+is a reduce-scatter, but for the gradient of the head, which is summed whole and in float32 where the computation is
+in bfloat16. For TPUs it is an all-reduce, and the table is looked up in the computation's type.
 
 Left out are scalars and what hops carry of the tokens besides keys and values, a few bytes for each.
 """
@@ -43,26 +46,28 @@ class Transfer:
     bytes: int
 
 
-def transfers(config: Config, vocab_size: int) -> list[Transfer]:
+def transfers(config: Config, vocab_size: int, platform: str = "cpu") -> list[Transfer]:
     """Everything that one step sends.
 
     Args:
       config: a whole run.
       vocab_size: V.
+      platform: whose compiler writes the program: "cpu", "gpu" or "tpu".
     """
     size = Sizes.of(config, vocab_size)
     found = []
-    for purpose, kind, axes, count in (*_weights(config, size), *_ring(config, size), *_activations(config, size)):
+    sent = (*_weights(config, size, platform), *_ring(config, size), *_activations(config, size, platform))
+    for purpose, kind, axes, count in sent:
         present = tuple(axis for axis in axes if size.mesh[axis] > 1)
         if present and count:
             found.append(Transfer(purpose, kind, present, count))
     return found
 
 
-def traffic(config: Config, vocab_size: int) -> dict[tuple[str, tuple[str, ...]], int]:
+def traffic(config: Config, vocab_size: int, platform: str = "cpu") -> dict[tuple[str, tuple[str, ...]], int]:
     """Bytes of one step on one device by kind and axes, as `ringjax.parallel.traffic` counts a program's."""
     total: Counter[tuple[str, tuple[str, ...]]] = Counter()
-    for one in transfers(config, vocab_size):
+    for one in transfers(config, vocab_size, platform):
         total[one.kind, one.axes] += one.bytes
     return dict(total)
 
@@ -70,21 +75,38 @@ def traffic(config: Config, vocab_size: int) -> dict[tuple[str, tuple[str, ...]]
 _Sent = Iterator[tuple[str, str, tuple[str, ...], int]]
 
 
-def _weights(config: Config, size: Sizes) -> _Sent:
+def _weights(config: Config, size: Sizes, platform: str) -> _Sent:
     """Weights are brought together for use: in the forward pass once whatever the ticks, and again where the backward
-    pass runs a layer again; table, head and last norm once for all parts of a batch. Gradients are summed at every
-    tick."""
+    pass runs a layer again; table, head and last norm once for all parts of a batch."""
     again = 0 if config.train.remat == "none" else size.runs
     # With several groups of layers on a stage a tick takes those of its own group.
     first = size.own_layers if config.train.rounds == 1 or size.mesh["stage"] == 1 else size.runs
-    matrices, norms = size.layer_matrices, size.layer_norms
-    layer = matrices * size.wire + norms * 4
+    layer = size.layer_matrices * size.wire + size.layer_norms * 4
+    table = size.table * (size.wire if platform == "tpu" else 4)  # looked up in float32
+    ends = table + size.head * size.wire + size.dim * 4
+    yield "weights", "all-gather", ("fsdp", "seq"), config.optim.accumulate * (first + again) * layer + ends
+    yield from _gradients(config, size, platform, layer)
+
+
+def _gradients(config: Config, size: Sizes, platform: str, layer: int) -> _Sent:
+    """Those of layers are summed at every tick, those of table, head and last norm also over the stages."""
     parts = config.optim.accumulate
-    ends = size.table * 4 + size.head * size.wire + size.dim * 4  # looked up in float32
-    yield "weights", "all-gather", ("fsdp", "seq"), parts * (first + again) * layer + ends
-    yield "gradients", "all-reduce", ("data", "fsdp"), parts * size.runs * layer
-    yield "gradients", "all-reduce", ("stage", "data", "fsdp"), parts * ends
-    yield "gradients", "all-reduce", ("seq",), parts * (size.runs * layer + ends)
+    of_layers, of_table = parts * size.runs * layer, parts * (size.table + size.dim) * 4
+    of_head = parts * size.head * size.wire
+    if platform == "cpu":
+        yield "gradients", "all-reduce", ("data", "fsdp"), of_layers
+        yield "gradients", "all-reduce", ("stage", "data", "fsdp"), of_table + of_head
+        yield "gradients", "all-reduce", ("seq",), of_layers + of_table + of_head
+        return
+    axes, pieces = ("data", "fsdp", "seq"), size.mesh["fsdp"] * size.mesh["seq"]
+    if platform == "tpu" or size.mesh["data"] > 1 or pieces == 1:
+        yield "gradients", "all-reduce", axes, of_layers
+        yield "gradients", "all-reduce", ("stage", *axes), of_table + of_head
+        return
+    scattered = of_table + (of_head if size.wire == 4 else 0)
+    yield "gradients", "reduce-scatter", axes, of_layers // pieces
+    yield "gradients", "reduce-scatter", ("stage", *axes), scattered // pieces
+    yield "gradients", "all-reduce", ("stage", *axes), 0 if size.wire == 4 else parts * size.head * 4
 
 
 def _ring(config: Config, size: Sizes) -> _Sent:
@@ -102,7 +124,7 @@ def _ring(config: Config, size: Sizes) -> _Sent:
     yield "ring", "collective-permute", ("seq",), config.optim.accumulate * size.runs_of(total) * elements
 
 
-def _activations(config: Config, size: Sizes) -> _Sent:
+def _activations(config: Config, size: Sizes, platform: str) -> _Sent:
     """What passes between the devices of "tensor" and of "stage".
 
     Tensor: what attention and the MLP give, the first of them again in the backward pass, and what comes back
@@ -112,7 +134,8 @@ def _activations(config: Config, size: Sizes) -> _Sent:
     parts = config.optim.accumulate
     activation = size.rows * size.tokens * size.dim
     again = 0 if config.train.remat == "none" else 1
-    of_attention, of_mlp = (1 + again + 3) * activation, (1 + 2) * size.mlp_tokens * size.dim
+    back = (3, 2) if platform == "cpu" else (1, 1)
+    of_attention, of_mlp = (1 + again + back[0]) * activation, (1 + back[1]) * size.mlp_tokens * size.dim
     yield "tensor", "all-reduce", ("tensor",), parts * size.runs * (of_attention + of_mlp) * size.wire
     lookup = size.loss_tokens * size.dim * 4
     padded = size.loss_chunks * math.ceil(size.loss_tokens / size.loss_chunks)

@@ -1,20 +1,4 @@
-"""What devices send each other in one train step: kinds, axes and bytes, from the sizes of the model.
-
-Letters as everywhere: B, S, H, D, K, M, F, V, N, R; L tokens of a row on one device, b rows of a microbatch on it.
-Exact, and so also of what is not the least that could travel:
-
-- The tied table is gathered twice, for the lookup and for the head, rather than held through all layers; its two
-  gradients are summed over the devices one by one.
-- Layers of a pipeline are gathered once in the forward pass, but at every tick in the backward pass, and there their
-  gradients are summed over the devices at every tick too.
-- XLA for CPU reduces by all-reduce where a piece is kept and a reduce-scatter would do; sums gradients over the ring
-  and over the rows' devices in two all-reduces, one after the other; and sums over "tensor" what comes back through
-  q, k, v, gate and up one by one. XLA for TPU makes one reduction of the second and two sums of the third; it has
-  reduce-scatters on meshes without "data", and all-reduces on those with it.
-"""
-
-import math
-from collections import Counter
+"""What devices send each other in one train step is what the planner says: kinds, axes and bytes, all of them."""
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +6,10 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ringjax.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
+from ringjax.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
 from ringjax.optim import build_optimizer
-from ringjax.parallel import AXES, Schedule, activation_sharding, make_mesh, read_collectives, traffic
+from ringjax.parallel import AXES, activation_sharding, make_mesh, read_collectives, traffic
+from ringjax.planner.traffic import traffic as predicted
 from ringjax.training.state import abstract_state, build_decoder
 from ringjax.training.step import make_train_step
 
@@ -34,10 +19,11 @@ DATA = DataConfig(batch=16, seq_len=56)
 LEAVES = dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), jnp.int32) | {"weights": jnp.float32}
 
 
-def case(axes, remat="block"):
+def case(axes, remat="block", accumulate=1, rounds=1, **model):
     """A run's settings, of which only shapes matter here."""
-    train = TrainConfig.model_validate({"remat": remat})
-    return Config(mesh=MeshConfig.model_validate(axes), model=MODEL, data=DATA, train=train)
+    train = TrainConfig.model_validate({"remat": remat, "rounds": rounds})
+    mesh, optim = MeshConfig.model_validate(axes), OptimConfig(accumulate=accumulate)
+    return Config(mesh=mesh, model=MODEL.model_copy(update=model), data=DATA, optim=optim, train=train)
 
 
 def sent(config):
@@ -59,70 +45,33 @@ def sent(config):
     return read_collectives(text, mesh.shape), len(jax.tree.leaves(state.params))
 
 
-def expected(config):
-    """Bytes by kind and axes, without scalars and what the ring's hops carry of the tokens besides."""
-    model, size = config.model, config.mesh.model_dump()
-    B, S, V, N, M = config.data.batch, config.data.seq_len, model.vocab_size, model.layers, model.dim
-    H, K, D, F = model.heads, model.kv_heads, model.head_dim, model.mlp_dim
-    R, T, stages = size["seq"], size["tensor"], size["stage"]
-    rows = B // (size["data"] * size["fsdp"])
-    L, b = S // R, rows // config.microbatches
-    ticks = Schedule(stages, config.train.rounds, config.microbatches).ticks
-    own = N // stages  # layers of a device
-    runs = ticks * own  # of one of them; those in the bubble work as well
-
-    layer = (2 * (H + K) * D * M + 3 * M * F) // T + 2 * M  # weights in use, norms included
-    ends = 2 * V * M // T + M  # the tied table, for the lookup and for the head, and the last norm
-
-    total = Counter()
-
-    def send(kind, axes, elements):
-        axes = tuple(axis for axis in axes if size[axis] > 1)
-        if axes and elements:
-            total[kind, axes] += 4 * elements
-
-    # Weights: gathered in the forward pass, once whatever the ticks, and where the backward pass runs a layer again.
-    send("all-gather", ("fsdp", "seq"), (own + runs) * layer + ends)
-    # Gradients: summed at every tick over the rows' devices and the ring; those of the ends also over the stages.
-    send("all-reduce", ("data", "fsdp"), runs * layer)
-    send("all-reduce", ("stage", "data", "fsdp"), ends)
-    send("all-reduce", ("seq",), runs * layer + ends)
-    # The ring: keys with values forwards and backwards, and their gradients, R - 1 hops each. A replayed lap begins
-    # with the same hop as the lap of the backward pass: it is made once.
-    hops = {"block": 3 * (R - 1), "full": 4 * (R - 1) - 1}[config.train.remat]
-    send("collective-permute", ("seq",), hops * runs * b * L * K * 2 * D // T)
-    # Tensor: what attention and the MLP give; the first of them again in the backward pass; what comes back through
-    # q, k, v, gate and up. Then the lookup, and in chunks of the loss a maximum and two sums a token and what comes
-    # back through the head.
-    send("all-reduce", ("tensor",), (2 + 1 + 5) * runs * b * L * M)
-    tokens = rows // stages * L
-    chunks = math.ceil(tokens / model.loss_chunk)
-    send("all-reduce", ("tensor",), tokens * M + chunks * math.ceil(tokens / chunks) * (3 + M))
-    # Stages: at a tick, what they made and what waits, forwards and backwards. Positions and documents: once.
-    send("collective-permute", ("stage",), 2 * 2 * ticks * b * L * M)
-    send("all-gather", ("stage",), 2 * rows * L)
-    return dict(total)
-
-
 def weights_in_use(config):
     """Shapes of what may be gathered over the ring."""
     model, T = config.model, config.mesh.tensor
     M, D, F, V = model.dim, model.head_dim, model.mlp_dim // T, model.vocab_size // T
     H, K = model.heads // T, model.kv_heads // T
-    return {(M, H, D), (M, K, D), (H, D, M), (M, F), (F, M), (V, M), (M,)}
+    head = set() if model.tied_embeddings else {(M, V)}
+    return {(M, H, D), (M, K, D), (H, D, M), (M, F), (F, M), (V, M), (M,)} | head
 
 
 @pytest.mark.parametrize(
     "config",
-    [*(case({axis: 2}) for axis in AXES), case(dict.fromkeys(AXES, 2)), case({"seq": 4}, remat="full")],
-    ids=[*AXES, "all", "seq4 full"],
+    [
+        *(case({axis: 2}) for axis in AXES),
+        case(dict.fromkeys(AXES, 2)),
+        case({"seq": 4}, remat="full"),
+        case({"seq": 4, "tensor": 2}, accumulate=2, window=(6, None), mlp_chunk=20, tied_embeddings=False),
+        pytest.param(case({"stage": 2, "seq": 2}, rounds=2), marks=pytest.mark.slow),
+        pytest.param(case({"fsdp": 2, "tensor": 2}, remat="none"), marks=pytest.mark.slow),
+    ],
+    ids=[*AXES, "all", "seq4 full", "parts, windows, chunks", "rounds", "all saved"],
 )
 def test_only_what_each_axis_needs(config):
     found, leaves = sent(config)
     scalars = [one for one in found if not one.shape]
     documents = [one for one in found if (one.kind, one.dtype) == ("collective-permute", "s32")]
     floats = [one for one in found if one not in scalars and one not in documents]
-    assert traffic(floats) == expected(config)
+    assert traffic(floats) == predicted(config, config.model.vocab_size)
     gathered = [one for one in floats if one.kind == "all-gather" and "seq" in (one.axes or AXES)]
     assert {one.shape[one.shape[0] == 1 :] for one in gathered} <= weights_in_use(config)
     assert {one.dtype for one in gathered} <= {"f32"}
