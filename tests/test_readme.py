@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from ringjax.cli import main
 from ringjax.config import load_config
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -38,6 +39,15 @@ def test_there_are_the_two_commands_and_code():
 def test_settings_of_printed_commands_are_legal(line):
     path, *overrides = shlex.split(line.strip("`"))
     load_config(ROOT / path, overrides)
+
+
+def test_the_printed_plan_is_what_is_planned(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    _, *words = shlex.split(blocks("command: plan")[0])
+    assert main(words) == 0
+    planned = capsys.readouterr().out.splitlines()
+    printed = blocks("output: plan")[0].splitlines()
+    assert [line for line in printed if line != "..." and line not in planned] == []
 
 
 @pytest.mark.parametrize("path", re.findall(r"\]\(([^)#]+)\)", README))

@@ -7,10 +7,11 @@ from typing import Any
 from ringjax.attention.layout import get_layout
 from ringjax.config import Config, ConfigError, MeshConfig, check_config
 from ringjax.planner.decode import Decode
-from ringjax.planner.estimate import CONVENTION, Estimate, estimate
+from ringjax.planner.estimate import CONVENTION, Estimate, estimate, is_fused
 from ringjax.planner.machine import MOST_DEVICES, Machine, across_hosts
 from ringjax.planner.memory import Memory, fits, memory, room
 from ringjax.planner.plan import break_even, decode_of, show_decode, show_mesh
+from ringjax.planner.ring import gather_wins_from
 from ringjax.planner.sizes import AXES, Sizes
 from ringjax.planner.strategies import Strategy, strategies
 from ringjax.planner.units import gib, seconds, short
@@ -93,7 +94,13 @@ class Advice:
         return next((one for one in self.ranked if one.strategy.runs), None)
 
     def verdict(self) -> str:
-        """Whether to use the ring."""
+        """Whether to use the ring, and what to run if the best is not in this version."""
+        here = self.runnable
+        if here is None or self.best.mesh["seq"] == 1 or self.best.strategy.runs:
+            return self._verdict()
+        return f"{self._verdict()}. In this version the best is {here}, at {seconds(here.seconds)}"
+
+    def _verdict(self) -> str:
         ring = next((one for one in self.ranked if one.rings), None)
         other = next((one for one in self.ranked if not one.rings), None)
         if ring is None:
@@ -170,7 +177,14 @@ class Advice:
             if one is not self.best:
                 lines.append(f"   {one.seconds / self.best.seconds:.2f} x the best: {_reason(one, self.best)}")
         heads = self.config.model.heads / self.config.model.kv_heads
-        lines += ["", self.verdict()]
+        fused = is_fused(self.config, self.machine)
+        wins = gather_wins_from(self.machine.chip, self.machine.chip.link, fused)
+        lines += [
+            "",
+            self.verdict(),
+            f"over {self.machine.chip.link.name} an all-gather that nothing hides costs less than the merges of a "
+            f"hidden ring from {wins:.1f} query heads to a key/value head on",
+        ]
         lines += [
             f"break-even over {link}: with {heads:g} query heads to a key/value head, hops hide from {forward:,.0f} "
             f"tokens on a device forward, {backward:,.0f} backward"
@@ -234,7 +248,7 @@ def _runs(config: Config, machine: Machine) -> Iterator[tuple[Config, dict[str, 
         }
     )
     for sizes in _factors(machine.devices, len(AXES)):
-        mesh = dict(zip(AXES, sizes, strict=True))
+        mesh: dict[str, int] = dict(zip(AXES, sizes, strict=True))
         # No model has so many heads that tensor should leave a host, or so many layers that stages outnumber them.
         if config.model.layers % mesh["stage"] or config.model.kv_heads % mesh["tensor"]:
             continue

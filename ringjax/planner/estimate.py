@@ -171,7 +171,7 @@ def estimate(
 
 def _sent(config: Config, vocab_size: int, size: Sizes, machine: Machine) -> dict[str, float]:
     """Seconds of everything that a step sends but for the ring, by purpose."""
-    total = dict.fromkeys(("weights", "gradients", "tensor", "stages"), 0.0)
+    total: dict[str, float] = dict.fromkeys(("weights", "gradients", "tensor", "stages"), 0.0)
     for one in transfers(config, vocab_size, machine.chip.platform):
         if one.purpose == "stages" and one.kind == "collective-permute":
             link = machine.hop_link(size.mesh, "stage")

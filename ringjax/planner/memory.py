@@ -85,7 +85,7 @@ class _Alive:
 # Fits to what memory_analysis() says of train steps of two models on up to 18 meshes, lengths and policies (CPU), 6
 # (H100) and 2 (v5p), jax 0.10.2.
 _ALIVE = {
-    "cpu": _Alive(embed=8.2, mlp=8.2, travelling=3.3, table=3.3, passing=8.0, none_embed=5.0, none_mlp=5.0),
+    "cpu": _Alive(embed=8.2, mlp=8.2, travelling=4.0, table=3.3, passing=8.0, none_embed=5.0, none_mlp=5.0),
     "gpu": _Alive(embed=0.5, mlp=6.0, travelling=3.3, table=2.2, passing=8.0, none_embed=10.0, none_mlp=5.0),
     "tpu": _Alive(embed=4.0, mlp=6.0, travelling=3.3, table=2.2, passing=8.0, none_embed=12.0, none_mlp=5.0),
 }

@@ -11,7 +11,7 @@ full and 1/2 for a balanced causal block pair, F FLOP/s, w bytes/s of a hop, W b
 import math
 from dataclasses import dataclass
 
-from ringjax.planner.hardware import Chip
+from ringjax.planner.hardware import Chip, Link
 
 GRADIENT_BYTES = 4  # of a travelling dK or dV element
 # Bytes of memory traffic for one element of the output when two partial results are merged: read and written once
@@ -95,21 +95,7 @@ def break_even_tokens(
     return (linear + math.sqrt(linear**2 + 4 * latency / per_pair)) / 2
 
 
-def contiguous_efficiency(ring: int) -> float:
-    """Share of the ideal that a causal ring of contiguous blocks reaches, R / (2 R - 1): the last rank does R - 1/2
-    blocks, and R / 2 are its share."""
-    return ring / (2 * ring - 1)
-
-
-def ulysses_bytes_ratio(ring: int, group: float) -> float:
-    """Bytes that a ring sends for each byte of Ulysses' all-to-alls, R / (g + 1)."""
-    return ring / (group + 1)
-
-
-def gather_beats_ring(chip: Chip, group: float, fused: bool) -> bool:
-    """Whether an all-gather that hides under nothing still costs less than the merges of a hidden ring.
-
-    So where g > 4 W / (k w), k bytes of a merge.
-    """
-    merge = MERGE_FUSED if fused else MERGE_UNFUSED
-    return group > 4 * chip.memory_bandwidth / (merge * chip.link.bandwidth)
+def gather_wins_from(chip: Chip, link: Link, fused: bool) -> float:
+    """Query heads to a key/value head from which an all-gather that hides under nothing costs less than the merges of
+    a ring whose hops all hide: g > 4 W / (k w), k bytes of a merge."""
+    return 4 * chip.memory_bandwidth / ((MERGE_FUSED if fused else MERGE_UNFUSED) * link.bandwidth)

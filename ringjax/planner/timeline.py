@@ -107,17 +107,17 @@ class Attention:
         merge[:, 0] = 0.0  # nothing to merge with
         hops, hop = np.zeros(0), 0.0
         if link is not None and pairs.shape[1] > 1:
-            keys, both = (block.hop_bytes(way) / link.bandwidth for way in (False, True))
-            hop = fold * (link.latency + (both if backward else keys))
+            keys, both = (fold * (link.latency + block.hop_bytes(way) / link.bandwidth) for way in (False, True))
+            hop = both if backward else keys
             hops = np.full(pairs.shape[1] - 1, hop)
-        if backward and len(hops):
-            # The own block comes in two halves: the first hop, of keys alone, runs under one of them, and the last
-            # hop, of gradients alone, under the other.
-            half = compute[:, :1] / 2
-            compute = np.concatenate([half, compute[:, 1:], half], axis=1)
-            merge = np.concatenate([merge, merge[:, :1]], axis=1)
-            hops = np.append(hops, fold * (link.latency + both - keys))
-            hops[0] = fold * (link.latency + keys)
+            if backward:
+                # The own block comes in two halves: the first hop, of keys alone, runs under one of them, and the
+                # last hop, of gradients alone, under the other.
+                half = compute[:, :1] / 2
+                compute = np.concatenate([half, compute[:, 1:], half], axis=1)
+                merge = np.concatenate([merge, merge[:, :1]], axis=1)
+                hops = np.append(hops, both - keys + fold * link.latency)
+                hops[0] = keys
         start, waited = _run(compute, merge, hops)
         ideal = float((_run(compute, merge, 0 * hops)[0] + compute + merge)[:, -1].max())
         return Lap(start, compute, merge, waited, hop, ideal)

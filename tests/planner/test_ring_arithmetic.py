@@ -8,13 +8,7 @@ import pytest
 from ringjax.attention.layout import LAYOUTS, get_layout
 from ringjax.planner import CHIPS, NETWORKS
 from ringjax.planner.pairs import hops, pairs_of_steps
-from ringjax.planner.ring import (
-    Block,
-    break_even_tokens,
-    contiguous_efficiency,
-    gather_beats_ring,
-    ulysses_bytes_ratio,
-)
+from ringjax.planner.ring import Block, break_even_tokens, gather_wins_from
 
 
 @pytest.mark.parametrize(
@@ -85,11 +79,10 @@ def test_backward_hides_later_than_forward():
 
 
 def test_contiguous_blocks_waste_half():
-    assert contiguous_efficiency(8) == pytest.approx(0.533, abs=1e-3)
-    for ring in (2, 8, 33):
-        # Counted: the busiest rank against the mean.
+    """R / (2 R - 1) of the ideal, 53.3 % at R = 8: the busiest rank against the mean."""
+    for ring, efficiency in ((2, 2 / 3), (8, 0.533), (33, 33 / 65)):
         work = pairs_of_steps("contiguous", ring, 4096).sum(axis=1)
-        assert work.mean() / work.max() == pytest.approx(contiguous_efficiency(ring), rel=1e-3)
+        assert work.mean() / work.max() == pytest.approx(efficiency, abs=1e-3)
 
 
 def test_balanced_layouts_share_evenly():
@@ -100,11 +93,25 @@ def test_balanced_layouts_share_evenly():
     assert np.ptp(pairs_of_steps("zigzag", 8, 4096)[:, 1:]) == 0
 
 
-def test_ring_against_ulysses_and_all_gather():
-    assert ulysses_bytes_ratio(8, 1) == 4
-    assert ulysses_bytes_ratio(8, 7) == 1
-    assert not gather_beats_ring(CHIPS["h100"], 3, fused=True)  # from g = 3.7 on
-    assert gather_beats_ring(CHIPS["h100"], 4, fused=True)
+@pytest.mark.parametrize("group", [1, 7])
+def test_a_ring_sends_more_than_ulysses(group):
+    """By R / (g + 1), forward: 7 hops against four exchanges of 7 / 8 of q, k, v and out."""
+    ring, block = 8, Block(1024, 8 * group, 8, 128)
+    hops = (ring - 1) * block.hop_bytes()
+    exchanges = (ring - 1) / ring * (2 * block.heads + 2 * block.kv_heads) * block.head_dim * block.tokens * 2
+    assert hops / exchanges == pytest.approx(ring / (group + 1))
+
+
+def test_where_an_exposed_gather_beats_a_hidden_ring():
+    """g > 4 W / (k w), from the seconds of both: gather of all keys, and a merge at each step."""
+    chip = CHIPS["h100"]
+    for fused in (True, False):
+        group = gather_wins_from(chip, chip.link, fused)
+        block = Block(4096, 8000, round(8000 / group), 128)
+        merges = 7 * block.merge_bytes(fused) / chip.memory_bandwidth
+        gather = 7 * block.hop_bytes() / chip.link.bandwidth
+        assert gather == pytest.approx(merges, rel=1e-3)
+    assert gather_wins_from(chip, chip.link, True) == pytest.approx(3.72, abs=0.01)
 
 
 SIZES = [(1, 12), (2, 4), (3, 6), (5, 12)]
