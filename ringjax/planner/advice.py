@@ -254,7 +254,7 @@ def _runs(config: Config, machine: Machine) -> Iterator[tuple[Config, dict[str, 
             continue
         if config.data.batch % (mesh["stage"] * mesh["data"] * mesh["fsdp"]) or not _places(mesh, machine):
             continue
-        run = base.model_copy(update={"mesh": MeshConfig.model_construct(**mesh, ring_may_cross=False)})
+        run = base.model_copy(update={"mesh": MeshConfig.model_validate(mesh)})
         if not check_config(run):
             yield run, mesh
 

@@ -3,14 +3,18 @@
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+import numpy as np
+
+from ringjax.attention.layout import LAYOUTS
 from ringjax.config import Config, ConfigError
 from ringjax.planner.decode import Decode, decode
-from ringjax.planner.estimate import CONVENTION, Estimate, estimate
+from ringjax.planner.estimate import CONVENTION, Estimate, Window, estimate, laps
 from ringjax.planner.hardware import Chip, Link
 from ringjax.planner.machine import Machine
 from ringjax.planner.memory import Memory, fits, memory
 from ringjax.planner.ring import break_even_tokens
 from ringjax.planner.sizes import AXES, Sizes
+from ringjax.planner.strategies import RING
 from ringjax.planner.traffic import Transfer, transfers
 from ringjax.planner.units import gib, seconds, short
 
@@ -42,6 +46,8 @@ class Plan:
       fits: whether a device has so much.
       transfers: of one step, on one device.
       estimate: of the time.
+      layouts: for each layout that the lengths allow, attention of the busiest device over that of the mean one, and
+        seconds of all laps of a step on one device.
       decode: one token of one sequence, with the cache sharded over the ring, at the run's context.
       break_even: local tokens from which hops are hidden, forward and backward.
       days: for `budget` tokens; None without one.
@@ -55,6 +61,7 @@ class Plan:
     fits: bool
     transfers: tuple[Transfer, ...]
     estimate: Estimate
+    layouts: dict[str, tuple[float, float]]
     decode: Decode
     break_even: tuple[float, float]
     days: float | None
@@ -91,6 +98,9 @@ class Plan:
                 }
                 for one in self.estimate.windows
             ],
+            "layouts": {
+                name: {"imbalance": imbalance, "seconds": laps} for name, (imbalance, laps) in self.layouts.items()
+            },
             "break_even_tokens": {"forward": self.break_even[0], "backward": self.break_even[1]},
             "decode": {**asdict(self.decode), "speedup": self.decode.speedup} if self.decode.ring > 1 else None,
             "tokens_per_s": self.estimate.tokens_per_s,
@@ -119,7 +129,7 @@ class Plan:
             ("memory", self._room()),
             *[(f"  {name}", gib(size)) for name, size in _parts(self.memory)],
             *[("host memory", gib(self.memory.host)) for _ in range(bool(self.memory.host))],
-            *[line for window in done.windows for line in self._lap_lines(window)],
+            *(self._ring_lines() if self.config.mesh.seq > 1 else []),
             *[
                 ("sent", f"{one.purpose}: {one.kind} over {', '.join(one.axes)}, {gib(one.bytes)}")
                 for one in self.transfers
@@ -151,29 +161,25 @@ class Plan:
             return f"{gib(need)} on each device, {1 - need / have:.1%} free"
         return f"{gib(need)} on each device: DOES NOT FIT into {gib(have)} with a margin; try --advise"
 
-    def _lap_lines(self, window: Any) -> list[tuple[str, str]]:
-        ring = self.config.mesh.seq
-        if ring == 1:
-            return []
-        which = f"{window.layers} layers" + (f", window {window.window:,}" if window.window else "")
+    def _ring_lines(self) -> list[tuple[str, str]]:
+        """Laps of each window, what other layouts would do, and whether hops can hide."""
         lines = []
-        for name, lap in (("forward", window.forward), ("backward", window.backward)):
-            lines.append(
-                (
-                    f"lap {name}",
+        for window in self.estimate.windows:
+            which = f"{window.layers} layers" + (f", window {window.window:,}" if window.window else "")
+            for name, lap in (("forward", window.forward), ("backward", window.backward)):
+                text = (
                     f"{which}: {seconds(lap.seconds)}, a hop {seconds(lap.hop)}, exposed {seconds(lap.exposed)}, "
-                    f"busiest device {lap.imbalance:.2f} x the mean, efficiency {lap.efficiency:.1%}",
+                    f"busiest device {lap.imbalance:.2f} x the mean, efficiency {lap.efficiency:.1%}"
                 )
-            )
-        tokens = self.config.data.seq_len // ring
-        lines.append(
-            (
-                "break-even",
-                f"hops hide from {self.break_even[0]:,.0f} tokens on a device forward, {self.break_even[1]:,.0f} "
-                f"backward; it has {tokens:,}",
-            )
+                lines.append((f"lap {name}", text))
+        layouts = (f"{name} {worst:.2f} x, {seconds(time)}" for name, (worst, time) in self.layouts.items())
+        lines.append(("layouts", f"busiest device over the mean, laps of a step: {'; '.join(layouts)}"))
+        forward, backward = self.break_even
+        text = (
+            f"hops hide from {forward:,.0f} tokens on a device forward, {backward:,.0f} backward; it has "
+            f"{self.config.data.seq_len // self.config.mesh.seq:,}"
         )
-        return lines
+        return [*lines, ("break-even", text)]
 
 
 def make_plan(
@@ -207,11 +213,29 @@ def make_plan(
         fits=fits(need, machine),
         transfers=tuple(transfers(config, vocab_size, machine.chip.platform)),
         estimate=found,
+        layouts=compare_layouts(config, size, machine, documents),
         decode=decode_of(size, machine, size.mesh["seq"], config.data.seq_len),
         break_even=break_even(config, size, machine.chip, machine.hop_link(size.mesh, "seq")),
         days=None if budget is None else found.days(budget),
         budget=budget,
     )
+
+
+def compare_layouts(
+    config: Config, size: Sizes, machine: Machine, documents: tuple[int, ...] | None
+) -> dict[str, tuple[float, float]]:
+    """For each layout that the lengths allow: busiest device over the mean one, and seconds of all laps of a step."""
+    found = {}
+    times = config.optim.accumulate * size.runs / size.layers
+    for name, layout in LAYOUTS.items():
+        if config.data.seq_len % layout.multiple(size.mesh["seq"]):
+            continue
+        run = config.model_copy(update={"attention": config.attention.model_copy(update={"layout": name})})
+        windows = laps(run, size, machine, documents, RING)
+        total = times * sum(one.layers * (one.forward.seconds + one.backward.seconds) for one in windows)
+        work = sum(one.layers * one.forward.compute.sum(axis=1) for one in windows)
+        found[name] = (float(np.max(work) / np.mean(work)), total)
+    return found
 
 
 def break_even(config: Config, size: Sizes, chip: Chip, link: Link) -> tuple[float, float]:

@@ -119,7 +119,19 @@ def plan(capsys, *words, status=0):
 def test_the_command_prints_a_table_and_json(capsys):
     text = plan(capsys, "--hardware", "h100", "--tokens", "1e9", "--documents", "100,900", "train.precision=bfloat16")
     starts = [line.split()[0] for line in text.splitlines()]
-    for name in ("machine", "parameters", "memory", "saved", "lap", "break-even", "sent", "step", "MFU", "training"):
+    for name in (
+        "machine",
+        "parameters",
+        "memory",
+        "saved",
+        "lap",
+        "layouts",
+        "break-even",
+        "sent",
+        "step",
+        "MFU",
+        "training",
+    ):
         assert name in starts
     assert "causal counted as half" in text
     found = json.loads(plan(capsys, "--hardware", "h100", "--json", "--tokens", "1e9"))
@@ -129,6 +141,8 @@ def test_the_command_prints_a_table_and_json(capsys):
         size for name, size in found["memory"].items() if name not in ("total", "available", "host")
     )
     assert found["days"] > 0
+    assert found["layouts"]["contiguous"]["imbalance"] == pytest.approx(7 / 4, rel=1e-2)
+    assert found["layouts"]["zigzag"]["imbalance"] == pytest.approx(1)
     assert found["mfu_convention"].startswith("model FLOPs over peak")
 
 
