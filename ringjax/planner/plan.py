@@ -8,7 +8,7 @@ import numpy as np
 from ringjax.attention.layout import LAYOUTS
 from ringjax.config import Config, ConfigError
 from ringjax.planner.decode import Decode, decode
-from ringjax.planner.estimate import CONVENTION, Estimate, Window, estimate, laps
+from ringjax.planner.estimate import CONVENTION, Estimate, estimate, laps
 from ringjax.planner.hardware import Chip, Link
 from ringjax.planner.machine import Machine
 from ringjax.planner.memory import Memory, fits, memory
@@ -165,7 +165,8 @@ class Plan:
         """Laps of each window, what other layouts would do, and whether hops can hide."""
         lines = []
         for window in self.estimate.windows:
-            which = f"{window.layers} layers" + (f", window {window.window:,}" if window.window else "")
+            which = f"{window.layers} layer{'s' if window.layers > 1 else ''}"
+            which += f", window {window.window:,}" if window.window else ""
             for name, lap in (("forward", window.forward), ("backward", window.backward)):
                 text = (
                     f"{which}: {seconds(lap.seconds)}, a hop {seconds(lap.hop)}, exposed {seconds(lap.exposed)}, "
