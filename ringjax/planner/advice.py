@@ -260,11 +260,8 @@ def _runs(config: Config, machine: Machine) -> Iterator[tuple[Config, dict[str, 
 
 
 def _places(mesh: dict[str, int], machine: Machine) -> bool:
-    """Whether the mesh can be cut into the machine's hosts, and cuts no ring that would fit into one."""
-    try:
-        cuts = across_hosts(mesh, machine.hosts)
-    except ValueError:
-        return False
+    """Whether the borders of hosts cut no ring that would fit into one: such a mesh is refused."""
+    cuts = across_hosts(mesh, machine.hosts)
     inner = mesh["seq"] * mesh["tensor"]
     return cuts["seq"] * cuts["tensor"] == 1 or inner > machine.devices // machine.hosts
 

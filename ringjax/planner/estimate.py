@@ -154,9 +154,6 @@ def estimate(
       machine: where it runs.
       documents: tokens of each document of a row, in order; None = one.
       strategy: how keys meet queries.
-
-    Raises:
-      ValueError: the mesh cannot be cut into the machine's hosts.
     """
     size = Sizes.of(config, vocab_size)
     windows = laps(config, size, machine, documents, strategy)

@@ -86,17 +86,13 @@ def across_hosts(mesh: Mapping[str, int], hosts: int) -> dict[str, int]:
 
     Args:
       mesh: devices along each axis, those that talk least first.
-      hosts: groups of equally many devices.
-
-    Raises:
-      ValueError: the mesh cannot be cut like that.
+      hosts: groups of equally many devices, which fill the mesh.
     """
     cuts, left = {}, hosts
     for axis, size in mesh.items():
         cuts[axis] = gcd(size, left)
         left //= cuts[axis]
-    if left != 1:
-        raise ValueError(f"{dict(mesh)} cannot be cut into {hosts} equal groups")
+    assert left == 1, "the groups are equal and fill the mesh: each of their factors is in one of the axes"
     return cuts
 
 

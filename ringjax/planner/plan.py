@@ -282,12 +282,6 @@ def check_mesh(mesh: dict[str, int], machine: Machine) -> None:
                 f"({machine.name}); make them equal: change an axis of mesh, or --devices, or let --advise choose"
             ]
         )
-    try:
-        machine.hop_link(mesh, "seq")
-    except ValueError as error:
-        raise ConfigError(
-            [f"{error}; a host has {machine.devices // machine.hosts} devices: change an axis of mesh"]
-        ) from error
 
 
 def show_mesh(mesh: dict[str, int]) -> str:

@@ -102,13 +102,9 @@ def draw_rings(
     lines: dict[str, list[tuple[int, float]]] = {}
     for ring, run in rings(config, machine):
         for strategy in strategies(Sizes.of(run, vocab_size)):
-            try:
-                step = estimate(run, vocab_size, machine, documents, strategy).seconds.total / run.data.batch
-            except ValueError:
-                continue  # cannot be cut into the hosts
-            name = strategy.name
-            if name != "hybrid":
-                lines.setdefault(name, []).append((ring, step))
+            step = estimate(run, vocab_size, machine, documents, strategy).seconds.total / run.data.batch
+            if strategy.name != "hybrid":
+                lines.setdefault(strategy.name, []).append((ring, step))
     for name, points in lines.items():
         axis.plot(*zip(*points, strict=True), marker="o", label=name)
     axis.set(title="time of a sequence", xlabel="ring size (mesh.seq)", ylabel="s")

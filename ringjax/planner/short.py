@@ -50,8 +50,8 @@ def short_form(config: Config, vocab_size: int, device: Any) -> str:
     try:
         machine = machine_of(chip.name, math.prod(getattr(config.mesh, axis) for axis in AXES))
         found = estimate(config, vocab_size, machine)
-    except (ConfigError, ValueError):
-        return text  # a cluster of another kind than `machine_of` thinks of
+    except ConfigError:
+        return text  # no whole hosts, as far as the table knows
     return (
         f"{text}; about {seconds(found.seconds.total)}, {short(found.tokens_per_s)} tokens/s, MFU {found.mfu:.0%}, "
         f"most of it {found.seconds.limit}"
