@@ -69,6 +69,7 @@ class _Alive:
       mlp: of [tokens, F].
       travelling: blocks of keys and values besides the own one, each with a gradient in float32; none in a ring of 1.
       table: of the table, in float32: in use, and its gradients.
+      chunked: of [tokens, M], where the MLP runs in chunks.
       passing: of a microbatch [tokens, M] between the stages of a pipeline.
       none_embed, none_mlp: further arrays that train.remat=none saves of a layer.
     """
@@ -77,6 +78,7 @@ class _Alive:
     mlp: float
     travelling: float
     table: float
+    chunked: float
     passing: float
     none_embed: float
     none_mlp: float
@@ -85,9 +87,15 @@ class _Alive:
 # Fits to what memory_analysis() says of train steps of two models on up to 18 meshes, lengths and policies (CPU), 6
 # (H100) and 2 (v5p), jax 0.10.2.
 _ALIVE = {
-    "cpu": _Alive(embed=8.2, mlp=8.2, travelling=4.0, table=3.3, passing=8.0, none_embed=5.0, none_mlp=5.0),
-    "gpu": _Alive(embed=0.5, mlp=6.0, travelling=3.3, table=2.2, passing=8.0, none_embed=10.0, none_mlp=5.0),
-    "tpu": _Alive(embed=4.0, mlp=6.0, travelling=3.3, table=2.2, passing=8.0, none_embed=12.0, none_mlp=5.0),
+    "cpu": _Alive(
+        embed=8.2, mlp=8.2, travelling=4.0, table=3.3, chunked=3.5, passing=8.0, none_embed=5.0, none_mlp=5.0
+    ),
+    "gpu": _Alive(
+        embed=0.5, mlp=6.0, travelling=3.3, table=2.2, chunked=3.5, passing=8.0, none_embed=10.0, none_mlp=5.0
+    ),
+    "tpu": _Alive(
+        embed=4.0, mlp=6.0, travelling=3.3, table=2.2, chunked=3.5, passing=8.0, none_embed=12.0, none_mlp=5.0
+    ),
 }
 
 
@@ -111,7 +119,10 @@ def memory(config: Config, vocab_size: int, platform: str, strategy: Strategy = 
     saved, host = _saved(config, size, alive, wire)
     count = 1 + (alive.travelling if strategy.ring(size) > 1 else 0)
     attention = heads * (wire + 4 + 4) + round(count * blocks * (wire + GRADIENT_BYTES))
-    layer = wire * (alive.embed * embed + alive.mlp * mlp + (alive.passing * embed if size.mesh["stage"] > 1 else 0))
+    embeds = alive.embed
+    embeds += alive.passing if size.mesh["stage"] > 1 else 0
+    embeds += alive.chunked if config.model.mlp_chunk is not None else 0
+    layer = wire * (embeds * embed + alive.mlp * mlp)
     layer += _weights_in_use(config, size, wire)
     parameters = size.stored_parameters
     pieces = size.mesh["fsdp"] * size.mesh["seq"]
