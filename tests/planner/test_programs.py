@@ -44,7 +44,7 @@ def compiled(config):
     [
         ({}, "none"),
         ({}, "block"),
-        ({"fsdp": 2}, "full"),
+        pytest.param({"fsdp": 2}, "full", marks=pytest.mark.slow),
         pytest.param({}, "attention", marks=pytest.mark.slow),
         pytest.param({"tensor": 2}, "none", marks=pytest.mark.slow),
     ],
@@ -61,10 +61,10 @@ CASES = {
     "ring": case({"seq": 4}, SMALL, 16384),
     "rows": case({"fsdp": 4}, SMALL, 4096, 4),
     "all saved": case({"seq": 2}, SMALL, 8192, remat="none"),
-    "stages": case({"stage": 2, "seq": 2}, SMALL, 8192, 4),
     "tensor": case({"fsdp": 2, "seq": 2, "tensor": 2}, SMALL, 16384, 2),
 }
 SLOW_CASES = {
+    "stages": case({"stage": 2, "seq": 2}, SMALL, 8192, 4),
     "q, k, v saved": case({"seq": 4}, SMALL, 16384, remat="attention"),
     "nothing saved": case({"seq": 4}, SMALL, 16384, remat="full"),
     "a larger model": case({"seq": 8}, LARGE, 65536),
