@@ -1,0 +1,92 @@
+// C (+)= A B for matrices that lie in a core's caches, float32.
+#pragma once
+
+#include "vectors.h"
+
+namespace ringjax {
+
+// Accumulators of one inner loop: rows times vectors, all in registers beside the vectors of B and one of A.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kRows = 6, kVectors = 4;
+#else
+constexpr int kRows = 4, kVectors = 2;
+#endif
+
+// One product. A has an element at a[i * a_row + t * a_col]; rows of B and of C are contiguous.
+struct Product {
+  const float* a;
+  long a_row, a_col;
+  const float* b;
+  long b_row;
+  float* c;
+  long c_row;
+  long depth;          // columns of A
+  bool adds;           // to C; otherwise C is written over
+  const float* scale;  // what the rows of C are multiplied by first; null = 1
+};
+
+template <int M, int N>
+inline void multiply_block(const Product& p, long row, long col) {
+  Vec sum[M][N];
+  float* c = p.c + row * p.c_row + col;
+#pragma GCC unroll 8
+  for (int i = 0; i < M; i++) {
+#pragma GCC unroll 8
+    for (int j = 0; j < N; j++) sum[i][j] = p.adds ? load(c + i * p.c_row + j * kLanes) : Vec{};
+  }
+  if (p.scale) {
+#pragma GCC unroll 8
+    for (int i = 0; i < M; i++) {
+#pragma GCC unroll 8
+      for (int j = 0; j < N; j++) sum[i][j] *= all(p.scale[row + i]);
+    }
+  }
+  const float *a = p.a + row * p.a_row, *b = p.b + col;
+  const long a_row = p.a_row, a_col = p.a_col, b_row = p.b_row;
+  for (long t = p.depth; t; t--, a += a_col, b += b_row) {
+    Vec of_b[N];
+#pragma GCC unroll 8
+    for (int j = 0; j < N; j++) of_b[j] = load(b + j * kLanes);
+#pragma GCC unroll 8
+    for (int i = 0; i < M; i++) {
+      const Vec of_a = all(a[i * a_row]);
+#pragma GCC unroll 8
+      for (int j = 0; j < N; j++) sum[i][j] += of_a * of_b[j];
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < M; i++) {
+#pragma GCC unroll 8
+    for (int j = 0; j < N; j++) store(c + i * p.c_row + j * kLanes, sum[i][j]);
+  }
+}
+
+// Fewer rows than a block has, counted down to the right number.
+template <int M, int N>
+inline void multiply_rest(const Product& p, long row, long col, long rows) {
+  if constexpr (M > 0) {
+    if (rows == M) return multiply_block<M, N>(p, row, col);
+    multiply_rest<M - 1, N>(p, row, col, rows);
+  }
+}
+
+template <int N>
+__attribute__((noinline)) void multiply_columns(const Product& p, long col, long rows) {
+  long row = 0;
+  for (; row + kRows <= rows; row += kRows) multiply_block<kRows, N>(p, row, col);
+  if constexpr (N == kVectors) {
+    if (row < rows) multiply_rest<kRows - 1, N>(p, row, col, rows - row);
+  } else {
+    for (; row < rows; row++) multiply_block<1, N>(p, row, col);  // rare: not worth the time to compile more of them
+  }
+}
+
+// All of C, rows x cols; cols is a multiple of kLanes.
+inline void multiply(const Product& p, long rows, long cols) {
+  long col = 0;
+  for (; col + kVectors * kLanes <= cols; col += kVectors * kLanes) multiply_columns<kVectors>(p, col, rows);
+  for (; col + 2 * kLanes <= cols; col += 2 * kLanes) multiply_columns<2>(p, col, rows);
+  for (; col < cols; col += kLanes) multiply_columns<1>(p, col, rows);
+}
+
+}  // namespace ringjax
