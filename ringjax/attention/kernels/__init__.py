@@ -1,6 +1,7 @@
 """Attention of one block against one block: the interface and its implementations."""
 
 from ringjax.attention.kernels.base import BlockKernel, Gradients, Lead, Order, Relation, Slots, all_slots
+from ringjax.attention.kernels.cpu import CpuKernel
 from ringjax.attention.kernels.cudnn import CudnnKernel
 from ringjax.attention.kernels.gpu import GpuKernel
 from ringjax.attention.kernels.registry import get_kernel
@@ -10,6 +11,7 @@ from ringjax.attention.kernels.xla import XlaKernel
 
 __all__ = [
     "BlockKernel",
+    "CpuKernel",
     "CudnnKernel",
     "GpuKernel",
     "Gradients",

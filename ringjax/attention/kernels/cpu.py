@@ -1,4 +1,4 @@
-"""Block attention on CPUs: C++ that XLA calls (`cpu_source/`), FlashAttention-2 on tiles that stay in a core's caches.
+"""Block attention on CPUs: C++ that XLA calls (`cpu_source/`), FlashAttention-2 on tiles that fit a core's caches.
 
 XLA's own products and exponentials leave every tile of scores through memory between them; here they meet in the
 first cache. The work of a call is shared by the threads of XLA's own pool, so that it gets on with whatever else the
@@ -37,8 +37,13 @@ class CpuKernel(BlockKernel):
     flags: tuple[str, ...] = ("-march=native",)
     name = "cpu"
 
-    def refusal(self, q, kv, relation, rule) -> str | None:
+    @property
+    def missing(self) -> str | None:
+        """What this machine lacks, None if nothing. The first use may compile."""
         return cpu_library.problem(self.flags)
+
+    def refusal(self, q, kv, relation, rule) -> str | None:
+        return self.missing
 
     def forward(self, q, kv, relation, rule, heads, before, q_slots, k_slots) -> Partial:
         arrays = (*_told(q, kv, relation, rule, heads, q_slots, k_slots), *before)

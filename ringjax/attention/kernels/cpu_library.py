@@ -32,7 +32,7 @@ OPTIONS = ("-std=c++17", "-O2", "-ftree-vectorize", "-fno-math-errno", "-fno-tra
 LONGEST_COMPILATION = 600  # s
 
 
-class NoLibrary(Exception):
+class NoLibraryError(Exception):
     """There is no machine code to run; the message says why and what to do."""
 
 
@@ -62,7 +62,8 @@ def _targets_or_problem(flags: tuple[str, ...]) -> dict[str, str] | str:
     try:
         path = _built(flags)
         library = ctypes.CDLL(str(path))
-    except (NoLibrary, OSError) as error:
+    except (NoLibraryError, OSError, ImportError) as error:
+        logger.info("no attention kernel of this CPU's own: %s", error)
         return str(error)
     names = {}
     for target in TARGETS:
@@ -93,7 +94,7 @@ def _compiler() -> str:
         if found := shutil.which(name):
             return found
     what = f"CXX={asked} is not there" if asked else "there is no C++ compiler (c++, g++ or clang++)"
-    raise NoLibrary(f"{what}: install one, or set CXX to one of GCC 9 or Clang 12 or later")
+    raise NoLibraryError(f"{what}: install one, or set CXX to one of GCC 9 or Clang 12 or later")
 
 
 def _folder() -> Path:
@@ -105,10 +106,10 @@ def _folder() -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
     except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
-        raise NoLibrary(f"there is no place for compiled code ({error}): set RINGJAX_CACHE_DIR") from error
+        raise NoLibraryError(f"there is no place for compiled code ({error}): set RINGJAX_CACHE_DIR") from error
     others = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if others or found.st_uid != os.getuid():
-        raise NoLibrary(
+        raise NoLibraryError(
             f"{folder} belongs to another user or can be written by others, and code from there could be anybody's: "
             f"make it yours alone (chmod 700), or set RINGJAX_CACHE_DIR"
         )
@@ -135,7 +136,7 @@ def _output(command: list[str]) -> str:
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        raise NoLibrary(f"the C++ compiler does not run ({error}): set CXX to one that does") from error
+        raise NoLibraryError(f"the C++ compiler does not run ({error}): set CXX to one that does") from error
 
 
 def _compile(compiler: str, options: tuple[str, ...], path: Path) -> None:
@@ -150,10 +151,10 @@ def _compile(compiler: str, options: tuple[str, ...], path: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_COMPILATION)
         if done.returncode:
             first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:300])
-            raise NoLibrary(f"{compiler} does not compile it ({first}): set CXX to GCC 9 or Clang 12 or later")
+            raise NoLibraryError(f"{compiler} does not compile it ({first}): set CXX to GCC 9 or Clang 12 or later")
         os.replace(scratch, path)
     except (OSError, subprocess.SubprocessError) as error:
-        raise NoLibrary(f"compiling it failed ({error}): set CXX to another compiler") from error
+        raise NoLibraryError(f"compiling it failed ({error}): set CXX to another compiler") from error
     finally:
         Path(scratch).unlink(missing_ok=True)
     logger.info("compiled the attention kernel in %.1f s, kept as %s", time.perf_counter() - start, path)

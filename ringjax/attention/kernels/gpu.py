@@ -16,6 +16,7 @@ import numpy as np
 
 from ringjax.attention.kernels.base import BlockKernel, Gradients, Relation, Slots
 from ringjax.attention.kernels.gpu_visits import Extent, Visits, all_clear, comparing, visits, width_of
+from ringjax.attention.kernels.varying import varying_alike
 from ringjax.attention.mask import Tokens
 from ringjax.attention.scores import Heads, ScoreRule
 from ringjax.attention.softmax import Partial
@@ -169,7 +170,7 @@ class _Call:
         def kernel(before: tuple, of_q: tuple, of_k: tuple, sight: tuple, *results: Any) -> None:
             body(case, Sight(*sight), before, of_q, of_k, results)
 
-        operands, axes = _varying_alike((before, of_q, of_k, self.sight))
+        operands, axes = varying_alike((before, of_q, of_k, self.sight))
         of_results = self._of_k if self.by_keys else self._of_q
         specs = [
             jax.tree.map(block, x) for block, x in zip((of_results, self._of_q, self._of_k), operands, strict=False)
@@ -235,15 +236,3 @@ def _without_positions(relation: Relation) -> Relation:
 def _tile(length: int, most: int) -> int:
     """Tiles of at most `most`, and no larger than a length needs; 16 is the least that tensor cores multiply."""
     return min(most, max(16, 1 << (length - 1).bit_length()))
-
-
-def _varying_alike(arrays: Any) -> tuple[Any, Any]:
-    """Arrays that vary over the same manual mesh axes, and these axes as a type for results."""
-    kinds = [jax.typeof(x).manual_axis_type for x in jax.tree.leaves(arrays)]
-    axes: frozenset[str] = frozenset().union(*(kind.varying for kind in kinds))
-
-    def add(x: jax.Array) -> jax.Array:
-        missing = tuple(axes - jax.typeof(x).manual_axis_type.varying)
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(add, arrays), jax.sharding.ManualAxisType(varying=axes)

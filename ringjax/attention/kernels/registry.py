@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import jax
 
 from ringjax.attention.kernels.base import BlockKernel, Gradients, Relation, Slots
+from ringjax.attention.kernels.cpu import CpuKernel
 from ringjax.attention.kernels.cudnn import CudnnKernel
 from ringjax.attention.kernels.gpu import GpuKernel
 from ringjax.attention.kernels.splash import SplashKernel
@@ -17,10 +18,10 @@ from ringjax.attention.softmax import Partial
 logger = logging.getLogger(__name__)
 
 KERNELS: dict[str, BlockKernel] = {
-    kernel.name: kernel for kernel in (XlaKernel(), TpuKernel(), SplashKernel(), GpuKernel(), CudnnKernel())
+    kernel.name: kernel for kernel in (XlaKernel(), CpuKernel(), TpuKernel(), SplashKernel(), GpuKernel(), CudnnKernel())
 }
 # The kernels that run on one kind of device only; elsewhere and everywhere: "xla".
-PLATFORMS = {"tpu": ("tpu", "splash"), "gpu": ("gpu", "cudnn")}
+PLATFORMS = {"cpu": ("cpu",), "tpu": ("tpu", "splash"), "gpu": ("gpu", "cudnn")}
 
 
 def get_kernel(kernel: str | BlockKernel, platform: str, whole: bool = False) -> BlockKernel:
@@ -71,6 +72,11 @@ def _best(platform: str, whole: bool) -> BlockKernel:
         kernels = (TpuKernel(),)
     elif platform == "gpu":
         kernels = (CudnnKernel(), GpuKernel()) if whole else (GpuKernel(),)
+    elif platform == "cpu" and not (missing := CpuKernel().missing):
+        kernels = (CpuKernel(),)
+    elif platform == "cpu":
+        logger.debug("attention kernel cpu not on this machine: %s", missing)
+        kernels = (XlaKernel(),)
     else:
         kernels = (XlaKernel(),)
     if platform not in PLATFORMS:

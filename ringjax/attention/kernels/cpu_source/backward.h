@@ -87,7 +87,7 @@ class Backward {
           !finite(p_.type, dout_ + (side.row + i) * p_.value_dim * size, p_.value_dim)) {
         side.mark(i);
       } else if (lse != -kInfinity) {
-        tile.lse[i] = lse * kLog2e;
+        tile.lse[i] = static_cast<float>(lse * kLog2e);
         tile.delta[i] = delta;
       }
     }
@@ -114,13 +114,13 @@ class Backward {
 
   // Scores and products of values become weights and gradients of the products of queries and keys.
   void differentiate(const Tile& tile, long count, const Room& room) const {
-    const float c = p_.rule.unit() * kLog2e;
+    const Factor unit(p_.rule.unit() * kLog2e);
     for (long j = 0; j < count; j++) {
 #pragma GCC unroll 4
       for (long x = 0; x < kQueries; x += kLanes) {
         const long at = j * kQueries + x;
         // No score is above the lse it is part of, but for rounding, which matters if scores are large.
-        const Vec power = load(room.weights + at) * c - load(tile.lse + x);
+        const Vec power = unit.power(load(room.weights + at), load(tile.lse + x));
         const Vec weight = exp2(power > 0.0f ? Vec{} : power);
         Vec dp = load(room.ds + at), kept = weight;
         if (room.kept) {

@@ -17,9 +17,11 @@ struct Softmax {
   }
 };
 
-// Scores become weights, for N vectors of queries; c turns scores into powers of two.
+constexpr long kShortSum = 16;
+
+// Scores become weights, for N vectors of queries; `unit` turns scores into powers of two.
 template <int N>
-inline void weigh(Softmax& softmax, float* scores, long keys, long x, float c) {
+inline void weigh(Softmax& softmax, float* scores, long keys, long x, Factor unit) {
   Vec largest[N], shift[N], total[N];
 #pragma GCC unroll 8
   for (int i = 0; i < N; i++) largest[i] = all(-kInfinity);
@@ -29,30 +31,38 @@ inline void weigh(Softmax& softmax, float* scores, long keys, long x, float c) {
   }
 #pragma GCC unroll 8
   for (int i = 0; i < N; i++) {
-    const Vec old = load(softmax.top + x + i * kLanes), top = larger(largest[i] * c, old);
+    const Vec old = load(softmax.top + x + i * kLanes), top = larger(unit.power(largest[i], Vec{}), old);
     shift[i] = top == -kInfinity ? Vec{} : top;
     const Vec factor = exp2(old - shift[i]);
     store(softmax.top + x + i * kLanes, top);
     store(softmax.factors + x + i * kLanes, factor);
     total[i] = load(softmax.total + x + i * kLanes) * factor;
   }
-  for (long j = 0; j < keys; j++) {
-    float* row = scores + j * kQueries + x;
+  // Sums of a few weights are added up: rounding errors grow with the length of a sum.
+  for (long first = 0; first < keys; first += kShortSum) {
+    Vec sum[N];
 #pragma GCC unroll 8
-    for (int i = 0; i < N; i++) {
-      const Vec weight = exp2(load(row + i * kLanes) * c - shift[i]);
-      total[i] += weight;
-      store(row + i * kLanes, weight);
+    for (int i = 0; i < N; i++) sum[i] = Vec{};
+    for (long j = first; j < std::min(first + kShortSum, keys); j++) {
+      float* row = scores + j * kQueries + x;
+#pragma GCC unroll 8
+      for (int i = 0; i < N; i++) {
+        const Vec weight = exp2(unit.power(load(row + i * kLanes), shift[i]));
+        sum[i] += weight;
+        store(row + i * kLanes, weight);
+      }
     }
+#pragma GCC unroll 8
+    for (int i = 0; i < N; i++) total[i] += sum[i];
   }
 #pragma GCC unroll 8
   for (int i = 0; i < N; i++) store(softmax.total + x + i * kLanes, total[i]);
 }
 
-inline void weigh_all(Softmax& softmax, float* scores, long keys, long lanes, float c) {
+inline void weigh_all(Softmax& softmax, float* scores, long keys, long lanes, Factor unit) {
   long x = 0;
-  for (; x + 4 * kLanes <= lanes; x += 4 * kLanes) weigh<4>(softmax, scores, keys, x, c);
-  for (; x < lanes; x += kLanes) weigh<1>(softmax, scores, keys, x, c);
+  for (; x + 4 * kLanes <= lanes; x += 4 * kLanes) weigh<4>(softmax, scores, keys, x, unit);
+  for (; x < lanes; x += kLanes) weigh<1>(softmax, scores, keys, x, unit);
 }
 
 template <class Engine>
@@ -114,7 +124,7 @@ class Forward {
     engine.score(tile.side, keys, tile.queries, keys_seen, scores);
     shape_scores(p_.rule, tile.side, side, keys_seen, scores, nullptr);
     if (seen == View::kSome) hide(p_.mask, tile.side, side, keys_seen, scores);
-    weigh_all(tile.softmax, scores, count, tile.side.lanes, p_.rule.unit() * kLog2e);
+    weigh_all(tile.softmax, scores, count, tile.side.lanes, Factor(p_.rule.unit() * kLog2e));
     if (tile.side.broken || side.broken) {
       poison(p_.mask, tile.side, side, keys_seen, scores);
       for (long j = 0; j < count; j++) {
@@ -135,7 +145,7 @@ class Forward {
     for (long i = 0; i < tile.side.count; i++) {
       const float total = tile.softmax.total[i];
       if (total == 0) continue;  // saw nothing here
-      const float old = lse_[tile.side.row + i], mine = tile.softmax.top[i] * kLn2 + std::log(total);
+      const float old = lse_[tile.side.row + i], mine = static_cast<float>(tile.softmax.top[i] * kLn2 + std::log(total));
       const float top = std::max(old, mine), weight = std::exp(mine - top), old_weight = std::exp(old - top);
       const float sum = weight + old_weight;
       lse_[tile.side.row + i] = std::isnan(mine) ? mine : top + std::log(sum);

@@ -28,18 +28,10 @@ struct Product {
 template <int M, int N>
 inline void multiply_block(const Product& p, long row, long col) {
   Vec sum[M][N];
-  float* c = p.c + row * p.c_row + col;
 #pragma GCC unroll 8
   for (int i = 0; i < M; i++) {
 #pragma GCC unroll 8
-    for (int j = 0; j < N; j++) sum[i][j] = p.adds ? load(c + i * p.c_row + j * kLanes) : Vec{};
-  }
-  if (p.scale) {
-#pragma GCC unroll 8
-    for (int i = 0; i < M; i++) {
-#pragma GCC unroll 8
-      for (int j = 0; j < N; j++) sum[i][j] *= all(p.scale[row + i]);
-    }
+    for (int j = 0; j < N; j++) sum[i][j] = Vec{};
   }
   const float *a = p.a + row * p.a_row, *b = p.b + col;
   const long a_row = p.a_row, a_col = p.a_col, b_row = p.b_row;
@@ -54,10 +46,16 @@ inline void multiply_block(const Product& p, long row, long col) {
       for (int j = 0; j < N; j++) sum[i][j] += of_a * of_b[j];
     }
   }
+  // Products are summed by themselves and then added: rounding errors grow with the length of a sum.
+  float* c = p.c + row * p.c_row + col;
 #pragma GCC unroll 8
   for (int i = 0; i < M; i++) {
+    const Vec scale = all(p.scale ? p.scale[row + i] : 1.0f);
 #pragma GCC unroll 8
-    for (int j = 0; j < N; j++) store(c + i * p.c_row + j * kLanes, sum[i][j]);
+    for (int j = 0; j < N; j++) {
+      float* at = c + i * p.c_row + j * kLanes;
+      store(at, p.adds ? load(at) * scale + sum[i][j] : sum[i][j]);
+    }
   }
 }
 

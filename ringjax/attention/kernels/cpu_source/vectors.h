@@ -2,6 +2,7 @@
 // attention takes of them.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
@@ -26,7 +27,7 @@ typedef uint32_t UVec __attribute__((vector_size(kLanes * 4)));
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
-constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+constexpr double kLog2e = 1.4426950408889634, kLn2 = 0.6931471805599453;
 
 template <typename V = Vec, typename T>
 inline V load(const T* at) {
@@ -47,7 +48,7 @@ inline IVec all(int32_t x) { return x - IVec{}; }
 // Of two numbers the larger; b if one is NaN.
 inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
 
-// 2^x to 1e-7. 0 where x is -inf or below -126, NaN where x is NaN. x is no more than 127.
+// 2^x to a unit in the last place. 0 where x is -inf or below -126, NaN where x is NaN. x is no more than 127.
 inline Vec exp2(Vec x) {
   // x = n + r with n whole and |r| <= 1/2; 2^r by the polynomial of least relative error.
 #if defined(__AVX512DQ__)
@@ -59,11 +60,12 @@ inline Vec exp2(Vec x) {
   const Vec n = shifted - magic;
   const Vec r = x - n;
 #endif
-  Vec p = r * 0.0013276472454890609f + 0.009675540961325169f;
-  p = p * r + 0.05550713092088699f;
-  p = p * r + 0.24022120237350464f;
-  p = p * r + 0.6931469440460205f;
-  p = p * r + 1.0000001192092896f;
+  Vec p = r * 0.0001534581242594868f + 0.0013399930903688073f;
+  p = p * r + 0.009618489071726799f;
+  p = p * r + 0.05550328642129898f;
+  p = p * r + 0.24022646248340607f;
+  p = p * r + 0.6931471824645996f;
+  p = p * r + 1.0f;
 #if defined(__AVX512DQ__)
   return _mm512_scalef_ps(p, n);
 #else
@@ -78,12 +80,26 @@ inline Vec exp2(Vec x) {
 #endif
 }
 
+// A factor that turns scores into powers of two. Rounded to one float it would be off by the same share for all scores,
+// as a wrong scale is, and gradients that nearly cancel show it.
+struct Factor {
+  float high, low;  // low is never 0, and never negative: -inf times it stays -inf
+
+  explicit Factor(double x) {
+    high = std::nextafter(static_cast<float>(x), 0.0f);
+    low = static_cast<float>(x - high);
+  }
+
+  // factor * x - shift
+  Vec power(Vec x, Vec shift) const { return x * high + (x * low - shift); }
+};
+
 // tanh(x) to a few units in the last place, from e = exp(2 |x|) - 1 as e / (e + 2).
 inline Vec tanh(Vec x) {
   const Vec size = x < 0.0f ? -x : x;
   const Vec twice = size > 20.0f ? all(40.0f) : 2.0f * size;
   const float magic = 12582912.0f;
-  const Vec n = (twice * kLog2e + magic) - magic;
+  const Vec n = (twice * static_cast<float>(kLog2e) + magic) - magic;
   const Vec r = (twice - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts, the first exact in n times it
   Vec p = r * 0.0013888872927054763f + 0.00836906861513853f;
   p = p * r + 0.041667137295007706f;
