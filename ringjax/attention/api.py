@@ -101,8 +101,8 @@ def ring_attention(
       dropout_sequences: [B] integers that fit into int32, what dropout takes for the number of each sequence. None =
         its batch index; give them where a batch is one of several parts.
       strategy: "ring".
-      kernel: attention of one block against one block: "auto" (the best one for the mesh's devices), "xla", "tpu",
-        "splash", "gpu", "cudnn", or a `BlockKernel`. A kernel that is named refuses what it cannot do.
+      kernel: attention of one block against one block: "auto" (the best one for the mesh's devices), "xla", "cpu",
+        "tpu", "splash", "gpu", "cudnn", or a `BlockKernel`. A kernel that is named refuses what it cannot do.
       return_lse: also return the log-sum-exp.
 
     Returns:

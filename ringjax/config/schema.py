@@ -68,7 +68,7 @@ class AttentionConfig(Section):
         default="zigzag", description="which token sits on which device of the ring"
     )
     strategy: Literal["ring"] = Field(default="ring", description="how keys and values meet the queries")
-    kernel: Literal["auto", "xla", "tpu", "splash", "gpu", "cudnn"] = Field(
+    kernel: Literal["auto", "xla", "cpu", "tpu", "splash", "gpu", "cudnn"] = Field(
         default="auto", description="attention of one block against one block; auto = the best for the devices"
     )
 

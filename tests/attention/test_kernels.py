@@ -7,6 +7,7 @@ import pytest
 
 from ringjax.attention import Mask
 from ringjax.attention.kernels import (
+    CpuKernel,
     CudnnKernel,
     GpuKernel,
     Gradients,
@@ -30,6 +31,8 @@ KERNELS = [
     XlaKernel(q_tile=8, k_tile=4),
     XlaKernel(q_tile=10, k_tile=7),
     XlaKernel(q_tile=2, k_tile=3),
+    CpuKernel(),
+    CpuKernel(flags=()),
     TpuKernel(q_tile=5, k_tile=7, rows=5, interpret=True),
     GpuKernel(q_tile=4, k_tile=8, interpret=True),
 ]
@@ -166,6 +169,7 @@ def check_formula(kernel, order, lead, q_len, k_len, packed, mask, padding, dim=
 
 SMALL_TILES = [
     XlaKernel(q_tile=4, k_tile=4),
+    CpuKernel(),
     TpuKernel(q_tile=4, k_tile=4, interpret=True),
     GpuKernel(q_tile=4, k_tile=4, interpret=True),
 ]
@@ -190,16 +194,18 @@ def test_broken_values_stay_with_those_who_see_them(kernel):
 
 def test_kernels_by_name(caplog):
     with caplog.at_level("DEBUG", "ringjax"):
-        assert get_kernel("auto", "cpu") == get_kernel("xla", "tpu") == XlaKernel()
+        assert get_kernel("xla", "tpu") == get_kernel("auto", "unheard of") == XlaKernel()
+        assert get_kernel("auto", "cpu") == get_kernel("cpu", "cpu") == CpuKernel()
         assert get_kernel("auto", "tpu") == get_kernel("tpu", "tpu") == TpuKernel()
         assert get_kernel("auto", "gpu") == get_kernel("gpu", "gpu") == GpuKernel()
-    assert "attention kernel xla, since the devices are CPUs: they have none of their own" in caplog.text
+    assert "attention kernel xla, since the devices are UNHEARD OFs: they have none of their own" in caplog.text
+    assert "attention kernel cpu, since the devices are CPUs: it is fused for them" in caplog.text
     assert "attention kernel tpu, since the devices are TPUs: it is fused for them" in caplog.text
     assert get_kernel("splash", "tpu") == SplashKernel()
     assert get_kernel("cudnn", "gpu") == CudnnKernel()
     mine = XlaKernel(q_tile=64)
     assert get_kernel(mine, "cpu") is mine
-    with pytest.raises(ValueError, match="unknown kernel 'magic'; the kernels are auto, xla"):
+    with pytest.raises(ValueError, match="unknown kernel 'magic'; the kernels are auto, xla, cpu"):
         get_kernel("magic", "cpu")
     for name, platform in (("tpu", "TPU"), ("splash", "TPU"), ("gpu", "GPU"), ("cudnn", "GPU")):
         with pytest.raises(

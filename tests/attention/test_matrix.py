@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 
 from ringjax.attention import Mask
-from ringjax.attention.kernels import XlaKernel
+from ringjax.attention.kernels import CpuKernel, XlaKernel
 
 pytestmark = [pytest.mark.spread, pytest.mark.usefixtures("quick_compiler")]
 
@@ -67,16 +67,28 @@ def settings(mask: str, ring: int, heads: str, scores: str) -> dict:
     return {"seq": length, "heads": num_heads, "kv_heads": kv_heads, **MASKS[mask], **SCORES[scores]}
 
 
-def check(problem, layout, mask, ring, heads, scores):
+def check(problem, layout, mask, ring, heads, scores, kernel=SMALL):
     """Every result is within the float32 bars."""
     case = problem(**settings(mask, ring, heads, scores), value_dim=6)
-    errors = case.errors(case.run(ring, layout, SMALL))
+    errors = case.errors(case.run(ring, layout, kernel))
     assert all(error <= BARS[name] for name, error in errors.items()), errors
 
 
 @pytest.mark.parametrize(("layout", "mask", "ring", "heads", "scores"), COVERING)
 def test_equals_the_oracle(problem, layout, mask, ring, heads, scores):
     check(problem, layout, mask, ring, heads, scores)
+
+
+# The CPU's own kernel: every mask with a few of the ring sizes, and the others with the slow tests.
+@pytest.mark.parametrize(("layout", "mask", "ring", "heads", "scores"), COVERING[::2])
+def test_the_cpu_kernel_equals_the_oracle(problem, layout, mask, ring, heads, scores):
+    check(problem, layout, mask, ring, heads, scores, CpuKernel())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "mask", "ring", "heads", "scores"), REST + COVERING[1::2])
+def test_the_cpu_kernel_equals_the_oracle_in_every_combination(problem, layout, mask, ring, heads, scores):
+    check(problem, layout, mask, ring, heads, scores, CpuKernel())
 
 
 @pytest.mark.slow

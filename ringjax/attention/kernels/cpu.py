@@ -8,6 +8,7 @@ bfloat16 is multiplied in the CPU's matrix unit (AMX) if it has one, with weight
 kernel, and otherwise in float32.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +54,7 @@ class CpuKernel(BlockKernel):
         arrays = (*_told(q, kv, relation, rule, heads, q_slots, k_slots), lse, delta, dout.astype(q.dtype), *before)
         return Gradients(*self._call("backward", arrays, 2, _settings(relation, rule, q_slots, k_slots)))
 
-    def _call(self, what: str, arrays: tuple, written_over: int, settings: dict[str, Any]) -> list[jax.Array]:
+    def _call(self, what: str, arrays: tuple, written_over: int, settings: dict[str, Any]) -> Sequence[jax.Array]:
         """Call the C++ function on arrays, the last of which are what the results are added to, in their memory."""
         arrays, _ = varying_alike(arrays)
         first = len(arrays) - written_over

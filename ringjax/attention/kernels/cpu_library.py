@@ -18,10 +18,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 
 import jax
-import jaxlib
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +75,8 @@ def _targets_or_problem(flags: tuple[str, ...]) -> dict[str, str] | str:
 
 def _built(flags: tuple[str, ...]) -> Path:
     """The compiled library, from the cache if it is there."""
+    if os.name != "posix":
+        raise NoLibraryError("it is compiled on Linux and macOS only")
     compiler = _compiler()
     options = (*OPTIONS, *flags)
     folder = _folder()
@@ -118,7 +120,7 @@ def _folder() -> Path:
 
 def _key(compiler: str, options: tuple[str, ...]) -> str:
     """A name for all that the compiled code depends on."""
-    parts = [compiler, _output([compiler, "--version"]), *options, jaxlib.__version__, platform.machine(), _cpu()]
+    parts = [compiler, _output([compiler, "--version"]), *options, version("jaxlib"), platform.machine(), _cpu()]
     parts += [file.read_text("utf-8") for file in sorted(SOURCE.iterdir()) if file.suffix in (".cc", ".h")]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
