@@ -27,7 +27,7 @@ BARS = {"out": 2e-6, "lse": 2e-6, "dq": 1e-5, "dk": 1e-5, "dv": 1e-5, "dsinks": 
         (1, "contiguous", {"seq": 450, "mask": Mask(causal=False, window=30, prefix_length=70)}),
         (3, "zigzag", {"seq": 450, "placed": "shuffled", "mask": Mask(window=100)}),
         (1, "contiguous", {"seq": 300, "softcap": 20.0, "alibi": True, "dropout": 0.3, "with_sinks": True}),
-        (1, "contiguous", {"seq": 100, "structured": True, "dim": 80, "value_dim": 16}),
+        (1, "contiguous", {"structured": True, "packed": True}),
         (1, "contiguous", {"seq": 200, "heads": 6, "kv_heads": 1, "batch": 1}),
     ],
 )

@@ -92,23 +92,29 @@ void run_backward(ffi::ThreadPool& pool, const Problem& p, const float* lse, con
                   float* dq, float* dkv) {
   const Backward<Engine> backward(p, lse, delta, dout, dq);
   const long heads = p.batch * p.kv_heads, chunks = (p.q_tiles() + kChunk - 1) / kChunk * p.group;
-  const long size = p.k_len * (p.dim + p.value_dim);
+  const long width = p.dim + p.value_dim, size = p.k_len * width;
   // Where there are few heads, the queries of each are shared out too. All but one of the parts then sum dk and dv in
   // memory of their own.
   const long parts = std::max(1L, std::min({chunks, 16 / heads, 4L}));
   std::vector<float> sums((parts - 1) * heads * size);
   run_all(pool, heads * parts, [&](long i) {
     const long head = i % heads, part = parts - 1 - i / heads;
-    float* to = part ? sums.data() + ((part - 1) * heads + head) * size : dkv + head * size;
-    backward.run(head / p.kv_heads, head % p.kv_heads, part, parts, to);
+    if (part) {
+      float* to = sums.data() + ((part - 1) * heads + head) * size;
+      backward.run(head / p.kv_heads, head % p.kv_heads, part, parts, to, width);
+    } else {
+      float* to = dkv + p.key(head / p.kv_heads, 0, head % p.kv_heads) * width;
+      backward.run(head / p.kv_heads, head % p.kv_heads, part, parts, to, p.kv_heads * width);
+    }
   });
   if (parts == 1) return;
-  const long width = p.dim + p.value_dim;
   run_all(pool, heads, [&](long head) {
-    const long first = p.k_slots.start * width, last = first + p.k_slots.size * width;
-    for (long part = 0; part + 1 < parts; part++) {
-      const float* from = sums.data() + (part * heads + head) * size;
-      for (long i = first; i < last; i++) dkv[head * size + i] += from[i];
+    for (long slot = p.k_slots.start; slot < p.k_slots.start + p.k_slots.size; slot++) {
+      float* to = dkv + p.key(head / p.kv_heads, slot, head % p.kv_heads) * width;
+      for (long part = 0; part + 1 < parts; part++) {
+        const float* from = sums.data() + (part * heads + head) * size + slot * width;
+        for (long i = 0; i < width; i++) to[i] += from[i];
+      }
     }
   });
 }

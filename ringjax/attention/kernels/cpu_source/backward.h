@@ -10,17 +10,17 @@ namespace ringjax {
 template <class Engine>
 class Backward {
  public:
-  // lse and delta are of [B, K, G, Lq], dout [B, K, G, Lq, Dv] of the type of q.
+  // lse and delta are of [B, K, G, Lq], dout of the type of q.
   Backward(const Problem& p, const float* lse, const float* delta, const char* dout, float* dq)
       : p_(p), lse_(lse), delta_(delta), dout_(dout), dq_(dq) {}
 
   // Chunks number, number + step, ... of the queries of all heads that share a key/value head. `dkv` is of that
-  // head's slots, [Lk, D + Dv]; what these queries give is added.
-  void run(long sequence, long head, long number, long step, float* dkv) const {
+  // head's slots, one every `dkv_step` numbers; what these queries give is added.
+  void run(long sequence, long head, long number, long step, float* dkv, long dkv_step) const {
     const long per_head = (p_.q_tiles() + kChunk - 1) / kChunk;
     for (long chunk = number; chunk < per_head * p_.group; chunk += step) {
       const long first = chunk % per_head * kChunk, last = std::min(first + kChunk, p_.q_tiles());
-      run_chunk(sequence, head, chunk / per_head, first, last, dkv);
+      run_chunk(sequence, head, chunk / per_head, first, last, dkv, dkv_step);
     }
   }
 
@@ -36,7 +36,7 @@ class Backward {
     float *weights, *ds, *kept, *slopes;
   };
 
-  void run_chunk(long sequence, long head, long g, long first, long last, float* dkv) const {
+  void run_chunk(long sequence, long head, long g, long first, long last, float* dkv, long dkv_step) const {
     constexpr long kKeys = Engine::kBackwardKeys;
     Scratch& scratch = Scratch::fresh();
     const Engine engine(p_, scratch);
@@ -61,13 +61,13 @@ class Backward {
         }
         attend(engine, tiles[i], side, keys, seen, room, gradients);
       }
-      if (side.loaded) add_to(engine, side, gradients, dkv + (p_.k_slots.start + key) * (p_.dim + p_.value_dim));
+      if (side.loaded) add_to(engine, side, gradients, dkv + (p_.k_slots.start + key) * dkv_step, dkv_step);
     }
     float* row = scratch.take<float>(engine.width());
     for (long i = 0; i < last - first; i++) {
       for (long x = 0; x < tiles[i].side.count; x++) {
         const float* sum = engine.sum_row(tiles[i].queries, x, true, row);
-        float* dq = dq_ + (tiles[i].side.row + x) * p_.dim;
+        float* dq = dq_ + tiles[i].side.at(x) * p_.dim;
         for (long d = 0; d < p_.dim; d++) dq[d] += sum[d];
       }
     }
@@ -83,8 +83,8 @@ class Backward {
       if (i >= side.count) continue;
       const float lse = lse_[side.row + i], delta = delta_[side.row + i];
       if (std::isnan(lse) || !std::isfinite(delta) ||
-          !finite(p_.type, p_.q + (side.row + i) * p_.dim * size, p_.dim) ||
-          !finite(p_.type, dout_ + (side.row + i) * p_.value_dim * size, p_.value_dim)) {
+          !finite(p_.type, p_.q + side.at(i) * p_.dim * size, p_.dim) ||
+          !finite(p_.type, dout_ + side.at(i) * p_.value_dim * size, p_.value_dim)) {
         side.mark(i);
       } else if (lse != -kInfinity) {
         tile.lse[i] = static_cast<float>(lse * kLog2e);
@@ -138,11 +138,10 @@ class Backward {
   }
 
   template <typename Side, typename Gradients>
-  void add_to(const Engine& engine, const Side& side, const Gradients& gradients, float* dkv) const {
-    const long width = p_.dim + p_.value_dim;
+  void add_to(const Engine& engine, const Side& side, const Gradients& gradients, float* dkv, long step) const {
     for (long j = 0; j < side.count; j++) {
       const float *dk = gradients.dk + j * engine.width(), *dv = gradients.dv + j * engine.value_width();
-      float* to = dkv + j * width;
+      float* to = dkv + j * step;
       for (long d = 0; d < p_.dim; d++) to[d] += dk[d];
       for (long d = 0; d < p_.value_dim; d++) to[p_.dim + d] += dv[d];
     }

@@ -74,7 +74,7 @@ class AmxEngine {
   void load_keys(const Side& side, Keys& keys, bool backward) const {
     const long row = p_.dim + p_.value_dim;
     const uint16_t* from = reinterpret_cast<const uint16_t*>(p_.kv) + side.row * row;
-    for (long j = 0; j < keys.count; j++, from += row) {
+    for (long j = 0; j < keys.count; j++, from += side.step * row) {
       const bool absent = j >= side.count || side.bad[j];
       copy(from, absent ? 0 : p_.dim, keys.k + j * width_, width_);
       copy(from + p_.dim, absent ? 0 : p_.value_dim, keys.v + j * value_width_, value_width_);
@@ -271,10 +271,10 @@ class AmxEngine {
   // Queries as pairs along the head dim, and, if asked for, as pairs of queries.
   void load_rows(const QuerySide& side, const char* array, long dim, long width, uint32_t* along_dim,
                  uint32_t* of_queries) const {
-    const uint16_t* from = reinterpret_cast<const uint16_t*>(array) + side.row * dim;
+    const uint16_t* from = reinterpret_cast<const uint16_t*>(array) + side.query * dim;
     for (long i = 0; i < kQueries; i++) {
       const bool absent = i >= side.count || side.bad[i];
-      copy(from + i * dim, absent ? 0 : dim, rows_ + i * width, width);
+      copy(from + i * side.step * dim, absent ? 0 : dim, rows_ + i * width, width);
     }
     const __m512i place = steps(width * 2);
     for (long d = 0; d < width / 2; d++) {

@@ -33,7 +33,7 @@ class Float32Engine {
   void load_keys(const Side& side, Keys& keys, bool) const {
     const long size = item_size(p_.type), bytes = size * (p_.dim + p_.value_dim);
     for (long j = 0; j < side.count; j++) {
-      const char* row = p_.kv + (side.row + j) * bytes;
+      const char* row = p_.kv + side.at(j) * bytes;
       const bool bad = side.bad[j];
       to_float(p_.type, row, bad ? 0 : p_.dim, keys.k + j * width_, width_);
       to_float(p_.type, row + p_.dim * size, bad ? 0 : p_.value_dim, keys.v + j * value_width_, value_width_);
@@ -118,7 +118,7 @@ class Float32Engine {
     const long bytes = item_size(p_.type) * dim;
     for (long i = 0; i < kQueries; i++) {
       const bool absent = i >= side.count || side.bad[i];
-      to_float(p_.type, from + (side.row + i) * bytes, absent ? 0 : dim, rows + i * width, width);
+      to_float(p_.type, from + (absent ? 0 : side.at(i)) * bytes, absent ? 0 : dim, rows + i * width, width);
     }
     for (long d = 0; d < width; d++) {
       for (long i = 0; i < kQueries; i++) transposed[d * kQueries + i] = rows[i * width + d];

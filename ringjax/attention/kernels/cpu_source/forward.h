@@ -108,7 +108,7 @@ class Forward {
     tile.side.start(p_, sequence, head, g, number * kQueries);
     const long bytes = item_size(p_.type) * p_.dim;
     for (long i = 0; i < tile.side.count; i++) {
-      if (!finite(p_.type, p_.q + (tile.side.row + i) * bytes, p_.dim)) tile.side.mark(i);
+      if (!finite(p_.type, p_.q + tile.side.at(i) * bytes, p_.dim)) tile.side.mark(i);
     }
     tile.softmax.start();
     tile.queries = engine.queries(scratch, false);
@@ -151,7 +151,7 @@ class Forward {
       lse_[tile.side.row + i] = std::isnan(mine) ? mine : top + std::log(sum);
       const float share = weight / sum / total, old_share = old_weight / sum;
       const float* row = engine.sum_row(tile.queries, i, false, room);
-      float* out = out_ + (tile.side.row + i) * p_.value_dim;
+      float* out = out_ + tile.side.at(i) * p_.value_dim;
       for (long d = 0; d < p_.value_dim; d++) out[d] = out[d] * old_share + row[d] * share;
     }
   }

@@ -55,8 +55,8 @@ struct Rule {
 struct Problem {
   long batch, kv_heads, group, q_len, k_len, dim, value_dim;
   Type type;
-  const char* q;   // [B, K, G, Lq, D]
-  const char* kv;  // [B, K, Lk, D + Dv]
+  const char* q;
+  const char* kv;
   Slots q_slots, k_slots;
   Mask mask;
   Rule rule;
@@ -66,7 +66,13 @@ struct Problem {
 
   long q_tiles() const { return (q_slots.size + kQueries - 1) / kQueries; }
   long row(long sequence, long head, long g) const { return ((sequence * kv_heads + head) * group + g) * q_len; }
-  long key(long sequence, long head) const { return (sequence * kv_heads + head) * k_len; }
+
+  // Arrays with a head dim lie by token, as the operator's caller has them: [B, L, K, G, D] and [B, L, K, D + Dv].
+  long q_step() const { return kv_heads * group; }
+  long query(long sequence, long slot, long head, long g) const {
+    return (sequence * q_len + slot) * q_step() + head * group + g;
+  }
+  long key(long sequence, long slot, long head) const { return (sequence * k_len + slot) * kv_heads + head; }
 };
 
 inline long item_size(Type type) { return type == Type::kFloat32 ? 4 : 2; }

@@ -70,7 +70,8 @@ inline TileTokens tile_tokens(const Problem& p, bool of_queries, long sequence, 
 }
 
 struct QuerySide {
-  long row;                // of the first query among all rows of the problem
+  long row;                // of the first query in arrays of [B, K, G, L]
+  long query, step;        // likewise in arrays with a head dim, and from one query to the next
   long count, lanes;       // queries, and up to a whole number of vectors
   bool broken;             // whether there is any of the next
   int32_t bad[kQueries];   // -1 where something is not finite
@@ -83,6 +84,8 @@ struct QuerySide {
     count = std::min(kQueries, p.q_slots.size - first);
     lanes = round_up(count, kLanes);
     row = p.row(sequence, head, g) + p.q_slots.start + first;
+    query = p.query(sequence, p.q_slots.start + first, head, g);
+    step = p.q_step();
     broken = false;
     std::memset(bad, 0, sizeof bad);
     const long own = (sequence * p.kv_heads + head) * p.group + g;
@@ -94,6 +97,8 @@ struct QuerySide {
     copy(tokens.segments, segments);
     copy(tokens.scored, scored);
   }
+
+  long at(long i) const { return query + i * step; }
 
   void mark(long i) {
     bad[i] = -1;
@@ -111,7 +116,7 @@ struct QuerySide {
 
 template <long kKeys>
 struct KeySide {
-  long row;  // of the first key among all rows of the problem
+  long row, step;  // of the first key among all of the problem, and from one to the next
   long count;
   bool loaded, broken;
   bool bad[kKeys];
@@ -120,16 +125,19 @@ struct KeySide {
 
   void start(const Problem& p, long sequence, long head, long first) {
     count = std::min(kKeys, p.k_slots.size - first);
-    row = p.key(sequence, head) + p.k_slots.start + first;
+    row = p.key(sequence, p.k_slots.start + first, head);
+    step = p.kv_heads;
     loaded = broken = false;
     tokens = tile_tokens(p, false, sequence, first, count, positions);
   }
+
+  long at(long j) const { return row + j * step; }
 
   // Finds what is not finite.
   void inspect(const Problem& p) {
     const long width = p.dim + p.value_dim, bytes = item_size(p.type) * width;
     for (long j = 0; j < count; j++) {
-      bad[j] = !finite(p.type, p.kv + (row + j) * bytes, width);
+      bad[j] = !finite(p.type, p.kv + at(j) * bytes, width);
       broken |= bad[j];
     }
     loaded = true;
