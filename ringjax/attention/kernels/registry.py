@@ -18,7 +18,8 @@ from ringjax.attention.softmax import Partial
 logger = logging.getLogger(__name__)
 
 KERNELS: dict[str, BlockKernel] = {
-    kernel.name: kernel for kernel in (XlaKernel(), CpuKernel(), TpuKernel(), SplashKernel(), GpuKernel(), CudnnKernel())
+    kernel.name: kernel
+    for kernel in (XlaKernel(), CpuKernel(), TpuKernel(), SplashKernel(), GpuKernel(), CudnnKernel())
 }
 # The kernels that run on one kind of device only; elsewhere and everywhere: "xla".
 PLATFORMS = {"cpu": ("cpu",), "tpu": ("tpu", "splash"), "gpu": ("gpu", "cudnn")}
@@ -68,19 +69,20 @@ def _best(platform: str, whole: bool) -> BlockKernel:
     Where one call gives the whole result, as in a ring of one, there is nothing to merge and its rounding is the
     operator's own: there cuDNN comes first, by which the speed of others on these GPUs is measured.
     """
+    missing = None
     if platform == "tpu":
         kernels = (TpuKernel(),)
     elif platform == "gpu":
         kernels = (CudnnKernel(), GpuKernel()) if whole else (GpuKernel(),)
-    elif platform == "cpu" and not (missing := CpuKernel().missing):
-        kernels = (CpuKernel(),)
     elif platform == "cpu":
-        logger.debug("attention kernel cpu not on this machine: %s", missing)
-        kernels = (XlaKernel(),)
+        missing = CpuKernel().missing
+        kernels = (XlaKernel() if missing else CpuKernel(),)
     else:
         kernels = (XlaKernel(),)
     if platform not in PLATFORMS:
         reason = "they have none of their own"
+    elif missing:
+        reason = f"the one for them cannot run here, {missing}"
     else:
         reason = "it is the vendor's, for whole results" if len(kernels) > 1 else "it is fused for them"
     logger.debug("attention kernel %s, since the devices are %ss: %s", kernels[0].name, platform.upper(), reason)
