@@ -5,6 +5,7 @@ compiler, and neither a driver nor a GPU.
 """
 
 import importlib.util
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +93,7 @@ def ring_program(gpu, ring, what, dim=128, dtype="bfloat16", placed=False, packe
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
     def forward(q, k, v, tokens):
-        given = {"positions": tokens if placed else None, "segment_ids": tokens if packed else None}
+        given: dict[str, Any] = {"positions": tokens if placed else None, "segment_ids": tokens if packed else None}
         return ring_attention(q, k, v, mesh=mesh, **{"kernel": GpuKernel()} | given | options)
 
     def pulled(*inputs):

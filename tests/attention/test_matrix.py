@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 
 from ringjax.attention import Mask
-from ringjax.attention.kernels import CpuKernel, XlaKernel
+from ringjax.attention.kernels import BlockKernel, CpuKernel, XlaKernel
 
 pytestmark = [pytest.mark.spread, pytest.mark.usefixtures("quick_compiler")]
 
@@ -67,7 +67,7 @@ def settings(mask: str, ring: int, heads: str, scores: str) -> dict:
     return {"seq": length, "heads": num_heads, "kv_heads": kv_heads, **MASKS[mask], **SCORES[scores]}
 
 
-def check(problem, layout, mask, ring, heads, scores, kernel=SMALL):
+def check(problem, layout, mask, ring, heads, scores, kernel: BlockKernel = SMALL):
     """Every result is within the float32 bars."""
     case = problem(**settings(mask, ring, heads, scores), value_dim=6)
     errors = case.errors(case.run(ring, layout, kernel))

@@ -69,11 +69,12 @@ class CudnnKernel(BlockKernel):
             return self.exact.backward(q, kv, relation, rule, heads, *rows, before, q_slots, k_slots)
 
         out = stand_in(*of_rows[1:])
-        rows = [_by_head(x) for x in (of_rows[0], out, of_rows[2])]
+        lse_BHL, out_BHLD, dout_BHLD = (_by_head(x) for x in (of_rows[0], out, of_rows[2]))
         dq, dkv, q_BHLD = q_slots.take(before.dq, 3), k_slots.take(before.dkv, 2), _by_head(some_q)
         for start, stop, causal in _parts(relation, some_q.shape[3], some_kv.shape[2]):
             k, v = jnp.split(some_kv[:, :, start:stop], [q.shape[-1]], axis=-1)
-            more_dq, *more_dkv = jax_private.cudnn_backward(q_BHLD, k, v, *rows, rule.scale, causal)
+            of_k = k, v, lse_BHL, out_BHLD, dout_BHLD
+            more_dq, *more_dkv = jax_private.cudnn_backward(q_BHLD, *of_k, rule.scale, causal)
             dq = dq + more_dq.reshape(dq.shape).astype(jnp.float32)
             dkv = dkv.at[:, :, start:stop].add(jnp.concatenate(more_dkv, axis=-1).astype(jnp.float32))
         result = Gradients(q_slots.put(before.dq, dq, 3), k_slots.put(before.dkv, dkv, 2))
