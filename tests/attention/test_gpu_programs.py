@@ -94,7 +94,8 @@ def ring_program(gpu, ring, what, dim=128, dtype="bfloat16", placed=False, packe
 
     def forward(q, k, v, tokens):
         given: dict[str, Any] = {"positions": tokens if placed else None, "segment_ids": tokens if packed else None}
-        return ring_attention(q, k, v, mesh=mesh, **{"kernel": GpuKernel()} | given | options)
+        given["kernel"] = GpuKernel()
+        return ring_attention(q, k, v, mesh=mesh, **given | options)
 
     def pulled(*inputs):
         return jax.vjp(lambda q, k, v: forward(q, k, v, inputs[3]), *inputs[:3])[1]
