@@ -79,16 +79,10 @@ def test_equals_the_oracle(problem, layout, mask, ring, heads, scores):
     check(problem, layout, mask, ring, heads, scores)
 
 
-# The CPU's own kernel: every mask with a few of the ring sizes; a third of all others with the slow tests. What the
-# ring does is the same for both kernels, and the kernels themselves have a common test.
+# The CPU's own kernel, for every mask with a few of the ring sizes. What the ring does is the same for all kernels,
+# and the kernels themselves have a common test.
 @pytest.mark.parametrize(("layout", "mask", "ring", "heads", "scores"), COVERING[::2])
 def test_the_cpu_kernel_equals_the_oracle(problem, layout, mask, ring, heads, scores):
-    check(problem, layout, mask, ring, heads, scores, CpuKernel())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("layout", "mask", "ring", "heads", "scores"), COVERING[1::2] + REST[::3])
-def test_the_cpu_kernel_equals_the_oracle_in_more_combinations(problem, layout, mask, ring, heads, scores):
     check(problem, layout, mask, ring, heads, scores, CpuKernel())
 
 

@@ -63,15 +63,15 @@ def test_every_hop_of_eight_devices_runs_under_a_kernel(topology):
 @pytest.mark.parametrize(
     "topology",
     [
-        pytest.param("v5e:2x2", marks=TPU),
+        pytest.param("h100:4", marks=GPU),
         # The same program, and a minute or more for each: by hand, when a kernel changes.
+        pytest.param("a100:4", marks=[GPU, pytest.mark.slow]),
+        pytest.param("b200:4", marks=[GPU, pytest.mark.slow]),
         pytest.param("v4:2x2x1", marks=[TPU, pytest.mark.slow]),
+        pytest.param("v5e:2x2", marks=[TPU, pytest.mark.slow]),
         pytest.param("v5p:2x2x1", marks=[TPU, pytest.mark.slow]),
         pytest.param("v6e:2x2", marks=[TPU, pytest.mark.slow]),
         pytest.param("tpu7x:2x2x1", marks=[TPU, pytest.mark.slow]),
-        pytest.param("a100:4", marks=GPU),
-        pytest.param("h100:4", marks=GPU),
-        pytest.param("b200:4", marks=GPU),
     ],
 )
 def test_kernels_in_the_ring_in_a_stage_of_a_pipeline(topology):
