@@ -8,6 +8,7 @@ from dataclasses import replace
 from math import prod
 
 import pytest
+from llama import LLAMA
 
 from ringjax.cli import main
 from ringjax.config import Config, ConfigError, MeshConfig, check_config
@@ -16,16 +17,6 @@ from ringjax.planner.advice import advise
 from ringjax.planner.estimate import estimate
 from ringjax.planner.memory import fits, memory
 
-LLAMA = {
-    "layers": 32,
-    "dim": 4096,
-    "heads": 32,
-    "kv_heads": 8,
-    "head_dim": 128,
-    "mlp_dim": 14336,
-    "vocab_size": 128256,
-    "tied_embeddings": False,
-}
 QUICKSTART = "configs/quickstart.yaml"
 
 

@@ -4,6 +4,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
+from llama import LLAMA
 
 from ringjax.config import Config
 from ringjax.planner import CHIPS, Machine, machine_of, machine_of_topology, model_flops
@@ -15,16 +16,6 @@ from ringjax.planner.timeline import Attention, documents_of
 
 H100 = CHIPS["h100"]
 NO_LATENCY = replace(H100, link=replace(H100.link, latency=0.0))
-LLAMA = {
-    "layers": 32,
-    "dim": 4096,
-    "heads": 32,
-    "kv_heads": 8,
-    "head_dim": 128,
-    "mlp_dim": 14336,
-    "vocab_size": 128256,
-    "tied_embeddings": False,
-}
 
 
 def run(mesh, seq_len, batch=1, layout="zigzag", model=LLAMA, **train):
