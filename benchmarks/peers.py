@@ -14,9 +14,10 @@ full and causal, D = 64 and 128, float32 and bfloat16. Both get their inputs in 
 for torch and [B, S, H, D] here.
 
 All contenders of a line run in one process, in turn, in rounds, so that a change of the machine's mood hits all
-alike; the figure is the ratio of medians, above 1 where ringjax is faster. Results are compared before anything is
-timed. On a machine that others use at the same time the clock says how often one was let in; `--cpu-time` counts the
-seconds that the cores spent on this process instead, and takes as time what its two threads would need for them.
+alike; the figure is the median over rounds of the ratio of two times of one round, above 1 where ringjax is faster.
+Results are compared before anything is timed. On a machine that others use at the same time the clock says how often
+one was let in; `--cpu-time` counts the seconds that the cores spent on this process instead, and takes as time what
+its two threads would need for them.
 """
 
 import argparse
@@ -94,13 +95,17 @@ def against_ringattention(seq: int, rounds: int, clock: Clock) -> None:
     contenders = peers | ours
     columns = []
     for which in (0, 1):
-        seconds = map(statistics.median, timed([runs[which] for runs in contenders.values()], rounds, clock))
+        seconds = timed([runs[which] for runs in contenders.values()], rounds, clock)
         columns.append(dict(zip(contenders, seconds, strict=True)))
+    fastest = [min(peers, key=lambda peer: statistics.median(column[peer])) for column in columns]
     print(f"{'':36}  {'forward':>24}  {'forward + backward':>24}")
     print(f"{'':36}  {'s':>8} {'fastest peer / s':>16}  {'s':>8} {'fastest peer / s':>16}")
     for name in contenders:
-        cells = [(column[name], min(column[peer] for peer in peers)) for column in columns]
-        print(f"{name:36}  " + "  ".join(f"{s:8.3f} {base / s:16.2f}" for s, base in cells))
+        cells = [
+            (statistics.median(column[name]), ratio(column[peer], column[name]))
+            for column, peer in zip(columns, fastest, strict=True)
+        ]
+        print(f"{name:36}  " + "  ".join(f"{s:8.3f} {times:16.2f}" for s, times in cells))
     print(f"\nbar: {RING_BAR} in both")
 
 
@@ -161,10 +166,8 @@ def against_torch(seq: int, rounds: int, clock: Clock) -> None:
                 work = 4 * seq**2 * heads * dim * (0.5 if causal else 1) / 1e9
                 cells = []
                 for which, factor in ((0, 1), (1, 3.5)):
-                    theirs_s, ours_s = (
-                        statistics.median(t) for t in timed([theirs[which], ours[which]], rounds, clock)
-                    )
-                    cells.append((factor * work / theirs_s, factor * work / ours_s, theirs_s / ours_s))
+                    times = timed([theirs[which], ours[which]], rounds, clock)
+                    cells.append((*(factor * work / statistics.median(t) for t in times), ratio(*times)))
                 name = f"D {dim} {dtype} {'causal' if causal else 'full'}"
                 (a, b, r), (c, d, s) = cells
                 bars = " and ".join(map(str, TORCH_BARS[dtype]))
@@ -200,6 +203,11 @@ def agree(mine: Any, theirs: Any, dtype: str = "float32") -> None:
     error = np.linalg.norm(mine - theirs) / np.linalg.norm(theirs)
     if error > {"float32": 1e-5, "bfloat16": 1e-2}[dtype]:
         raise SystemExit(f"the contenders differ by {error:.1e}: nothing to compare")
+
+
+def ratio(base: list[float], times: list[float]) -> float:
+    """How many times as fast as `base`, round by round; the median."""
+    return statistics.median(a / b for a, b in zip(base, times, strict=True))
 
 
 def cpu_clock() -> float:

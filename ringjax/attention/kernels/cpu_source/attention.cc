@@ -73,11 +73,16 @@ float* moved(const From& from, To& to) {
 }
 
 template <class Engine>
+struct EngineType {
+  using type = Engine;
+};
+
+template <class Engine>
 void run_forward(ffi::ThreadPool& pool, const Problem& p, float* out, float* lse) {
   const Forward<Engine> forward(p, out, lse);
   const long tiles = p.q_tiles(), heads = p.batch * p.kv_heads * p.group;
-  // Small blocks in smaller pieces, so that there are some for every thread.
-  const long size = std::max(1L, std::min(kChunk, tiles * heads / 16));
+  // Small blocks in smaller pieces, so that there are some for every thread. How queries are cut changes no result.
+  const long size = std::max(1L, std::min(kForwardChunk, tiles * heads / (4 * static_cast<long>(pool.num_threads()))));
   const long pieces = (tiles + size - 1) / size;
   run_all(pool, heads * pieces, [&](long i) {
     // Late queries, which see most under a causal mask, come first.
@@ -91,7 +96,7 @@ template <class Engine>
 void run_backward(ffi::ThreadPool& pool, const Problem& p, const float* lse, const float* delta, const char* dout,
                   float* dq, float* dkv) {
   const Backward<Engine> backward(p, lse, delta, dout, dq);
-  const long heads = p.batch * p.kv_heads, chunks = (p.q_tiles() + kChunk - 1) / kChunk * p.group;
+  const long heads = p.batch * p.kv_heads, chunks = (p.q_tiles() + kBackwardChunk - 1) / kBackwardChunk * p.group;
   const long width = p.dim + p.value_dim, size = p.k_len * width;
   // Where there are few heads, the queries of each are shared out too. All but one of the parts then sum dk and dv in
   // memory of their own.
@@ -119,9 +124,14 @@ void run_backward(ffi::ThreadPool& pool, const Problem& p, const float* lse, con
   });
 }
 
+// Calls run(engine type) with the engine for these arrays on this CPU.
+template <class Run>
+void with_engine(const Problem& p, Run run) {
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__)
-bool use_amx(const Problem& p) { return p.type == Type::kBFloat16 && amx_permitted(); }
+  if (p.type == Type::kBFloat16 && amx_permitted()) return run(EngineType<AmxEngine>{});
 #endif
+  run(EngineType<Float32Engine>{});
+}
 
 template <typename F>
 ffi::Error reported(F run) {
@@ -140,10 +150,7 @@ ffi::Error forward(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer kv, In
   return reported([&] {
     const Problem p = problem(q, kv, numbers, q_positions, k_positions, q_segments, k_segments, slopes, noise, settings);
     float *to_out = moved(before_out, out), *to_lse = moved(before_lse, lse);
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
-    if (use_amx(p)) return run_forward<AmxEngine>(pool, p, to_out, to_lse);
-#endif
-    run_forward<Float32Engine>(pool, p, to_out, to_lse);
+    with_engine(p, [&](auto engine) { run_forward<typename decltype(engine)::type>(pool, p, to_out, to_lse); });
   });
 }
 
@@ -155,12 +162,9 @@ ffi::Error backward(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer kv, I
     const Problem p = problem(q, kv, numbers, q_positions, k_positions, q_segments, k_segments, slopes, noise, settings);
     float *to_dq = moved(before_dq, dq), *to_dkv = moved(before_dkv, dkv);
     const char* of_out = static_cast<const char*>(dout.untyped_data());
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
-    if (use_amx(p)) {
-      return run_backward<AmxEngine>(pool, p, lse.typed_data(), delta.typed_data(), of_out, to_dq, to_dkv);
-    }
-#endif
-    run_backward<Float32Engine>(pool, p, lse.typed_data(), delta.typed_data(), of_out, to_dq, to_dkv);
+    with_engine(p, [&](auto engine) {
+      run_backward<typename decltype(engine)::type>(pool, p, lse.typed_data(), delta.typed_data(), of_out, to_dq, to_dkv);
+    });
   });
 }
 

@@ -17,9 +17,9 @@ class Backward {
   // Chunks number, number + step, ... of the queries of all heads that share a key/value head. `dkv` is of that
   // head's slots, one every `dkv_step` numbers; what these queries give is added.
   void run(long sequence, long head, long number, long step, float* dkv, long dkv_step) const {
-    const long per_head = (p_.q_tiles() + kChunk - 1) / kChunk;
+    const long per_head = (p_.q_tiles() + kBackwardChunk - 1) / kBackwardChunk;
     for (long chunk = number; chunk < per_head * p_.group; chunk += step) {
-      const long first = chunk % per_head * kChunk, last = std::min(first + kChunk, p_.q_tiles());
+      const long first = chunk % per_head * kBackwardChunk, last = std::min(first + kBackwardChunk, p_.q_tiles());
       run_chunk(sequence, head, chunk / per_head, first, last, dkv, dkv_step);
     }
   }
@@ -76,15 +76,13 @@ class Backward {
   void prepare(const Engine& engine, Scratch& scratch, Tile& tile, long sequence, long head, long g, long number) const {
     QuerySide& side = tile.side;
     side.start(p_, sequence, head, g, number * kQueries);
-    const long size = item_size(p_.type);
     for (long i = 0; i < kQueries; i++) {
       tile.lse[i] = kInfinity;  // of rows that see nothing, and of those that fill the tile: all weights are 0
       tile.delta[i] = 0;
       if (i >= side.count) continue;
       const float lse = lse_[side.row + i], delta = delta_[side.row + i];
       if (std::isnan(lse) || !std::isfinite(delta) ||
-          !finite(p_.type, p_.q + side.at(i) * p_.dim * size, p_.dim) ||
-          !finite(p_.type, dout_ + side.at(i) * p_.value_dim * size, p_.value_dim)) {
+          !finite(p_.type, p_.q, p_.dim, side.at(i)) || !finite(p_.type, dout_, p_.value_dim, side.at(i))) {
         side.mark(i);
       } else if (lse != -kInfinity) {
         tile.lse[i] = static_cast<float>(lse * kLog2e);

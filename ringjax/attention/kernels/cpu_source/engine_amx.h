@@ -49,6 +49,7 @@ class AmxEngine {
       uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
       uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
     } config;
+    asm volatile("" ::"r"(&config) : "memory");  // the compiler does not know that all of it is read
     _tile_loadconfig(&config);
   }
   ~AmxEngine() { _tile_release(); }

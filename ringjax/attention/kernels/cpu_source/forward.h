@@ -70,7 +70,7 @@ class Forward {
  public:
   Forward(const Problem& p, float* out, float* lse) : p_(p), out_(out), lse_(lse) {}
 
-  // Tiles [first, last) of the queries of one head, at most kChunk.
+  // Tiles [first, last) of the queries of one head, at most kForwardChunk.
   void run(long sequence, long head, long g, long first, long last) const {
     Scratch& scratch = Scratch::fresh();
     const Engine engine(p_, scratch);
@@ -106,9 +106,10 @@ class Forward {
 
   void prepare(const Engine& engine, Scratch& scratch, Tile& tile, long sequence, long head, long g, long number) const {
     tile.side.start(p_, sequence, head, g, number * kQueries);
-    const long bytes = item_size(p_.type) * p_.dim;
-    for (long i = 0; i < tile.side.count; i++) {
-      if (!finite(p_.type, p_.q + tile.side.at(i) * bytes, p_.dim)) tile.side.mark(i);
+    if (!finite(p_.type, p_.q, p_.dim, tile.side.count, [&](long i) { return tile.side.at(i); })) {
+      for (long i = 0; i < tile.side.count; i++) {
+        if (!finite(p_.type, p_.q, p_.dim, tile.side.at(i))) tile.side.mark(i);
+      }
     }
     tile.softmax.start();
     tile.queries = engine.queries(scratch, false);

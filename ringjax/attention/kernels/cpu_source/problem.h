@@ -10,7 +10,7 @@
 namespace ringjax {
 
 constexpr long kQueries = 64;                    // of a tile: the width of a tile of scores
-constexpr long kChunk = 8;                       // tiles of queries that share a loaded tile of keys
+constexpr long kForwardChunk = 16, kBackwardChunk = 8;  // tiles of queries that share a loaded tile of keys
 constexpr long kUnbounded = int64_t{1} << 40;    // more than any two int32 positions are apart
 
 enum class Type { kFloat32, kBFloat16, kFloat16 };

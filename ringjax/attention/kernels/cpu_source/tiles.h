@@ -26,7 +26,10 @@ inline float half_to_float(uint16_t half) {
 // `count` numbers at `from` as float32, followed by zeros up to `width`.
 inline void to_float(Type type, const char* from, long count, float* to, long width) {
   if (type == Type::kFloat32) {
-    std::memcpy(to, from, count * 4);
+    const float* x = reinterpret_cast<const float*>(from);
+    long i = 0;
+    for (; i + kLanes <= count; i += kLanes) store(to + i, load(x + i));  // rows are too short for a call
+    for (; i < count; i++) to[i] = x[i];
   } else {
     const uint16_t* x = reinterpret_cast<const uint16_t*>(from);
     if (type == Type::kBFloat16) {
@@ -38,17 +41,36 @@ inline void to_float(Type type, const char* from, long count, float* to, long wi
   for (long i = count; i < width; i++) to[i] = 0;
 }
 
-inline bool finite(Type type, const char* from, long count) {
-  if (type == Type::kFloat32) {
-    const uint32_t* x = reinterpret_cast<const uint32_t*>(from);
-    uint32_t largest = 0;
-    for (long i = 0; i < count; i++) largest = std::max(largest, x[i] & 0x7fffffffu);
-    return largest < 0x7f800000u;
+// The largest size, as bits, among `count` numbers of each of `rows` rows.
+template <typename T, typename At>
+inline T largest_bits(const char* array, long count, long rows, At at) {
+  typedef T V __attribute__((vector_size(kLanes * 4)));
+  constexpr long kStep = sizeof(V) / sizeof(T);
+  constexpr T kSize = static_cast<T>(~T{0}) >> 1;  // all bits but the sign's
+  V largest{};
+  T rest = 0;
+  for (long row = 0; row < rows; row++) {
+    const T* x = reinterpret_cast<const T*>(array) + at(row) * count;
+    long i = 0;
+    for (; i + kStep <= count; i += kStep) {
+      const V size = load<V>(x + i) & kSize;
+      largest = size > largest ? size : largest;
+    }
+    for (; i < count; i++) rest = std::max<T>(rest, x[i] & kSize);
   }
-  const uint16_t* x = reinterpret_cast<const uint16_t*>(from);
-  uint16_t largest = 0;
-  for (long i = 0; i < count; i++) largest = std::max<uint16_t>(largest, x[i] & 0x7fff);
-  return largest < (type == Type::kBFloat16 ? 0x7f80 : 0x7c00);
+  for (long i = 0; i < kStep; i++) rest = std::max<T>(rest, largest[i]);
+  return rest;
+}
+
+// Whether all numbers are finite of `rows` rows of `count`, the number at(i) among the rows of the array being row i.
+template <typename At>
+inline bool finite(Type type, const char* array, long count, long rows, At at) {
+  if (type == Type::kFloat32) return largest_bits<uint32_t>(array, count, rows, at) < 0x7f800000u;
+  return largest_bits<uint16_t>(array, count, rows, at) < (type == Type::kBFloat16 ? 0x7f80 : 0x7c00);
+}
+
+inline bool finite(Type type, const char* array, long count, long row) {
+  return finite(type, array, count, 1, [row](long) { return row; });
 }
 
 // Tokens of `count` slots from `first` on, written to `positions` where they follow from the slots.
@@ -135,11 +157,9 @@ struct KeySide {
 
   // Finds what is not finite.
   void inspect(const Problem& p) {
-    const long width = p.dim + p.value_dim, bytes = item_size(p.type) * width;
-    for (long j = 0; j < count; j++) {
-      bad[j] = !finite(p.type, p.kv + at(j) * bytes, width);
-      broken |= bad[j];
-    }
+    const long width = p.dim + p.value_dim;
+    broken = !finite(p.type, p.kv, width, count, [this](long j) { return at(j); });
+    for (long j = 0; j < count; j++) bad[j] = broken && !finite(p.type, p.kv, width, at(j));
     loaded = true;
   }
 };
