@@ -60,6 +60,12 @@ def programs_are_compiled_once():
     compiler.compile_or_get_cached = compile_program
 
 
+@pytest.fixture(scope="session")
+def quick_environment():
+    """The environment of commands whose programs are compiled with few optimisations."""
+    return os.environ | QUICK_COMPILER
+
+
 @pytest.fixture
 def quick_compiler():
     """Programs with few optimisations, for files with hundreds of them."""

@@ -37,7 +37,7 @@ def open_mpi(job: int, index: int, count: int) -> dict[str, str]:
 
 
 @pytest.fixture
-def start(small_settings, tmp_path):
+def start(small_settings, quick_environment, tmp_path):
     """Starts one process of a run in tmp_path / "run"; those that are left are ended."""
     started = []
 
@@ -46,7 +46,7 @@ def start(small_settings, tmp_path):
         process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM, "train", "configs/quickstart.yaml", *small_settings, *small, *overrides],
             cwd=ROOT,
-            env={name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"} | environment,
+            env={name: value for name, value in quick_environment.items() if name != "JAX_PLATFORMS"} | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
