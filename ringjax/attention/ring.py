@@ -172,50 +172,48 @@ class Ring:
         """Everything after the first hop and the own block -> dq, and the others' share in the own block's dkv."""
         last = route.steps
 
-        def step(carry: tuple[Block, Gradients], i: jax.Array) -> tuple[Block, Gradients]:
-            block, gradients = carry
-            return self._backward_step(route, i, rows, block, _hop(route, block), gradients)
+        def step(carry: tuple[Block, Gradients], i: jax.Array | int) -> tuple[Any, Gradients]:
+            return self._backward_step(route, i, rows, *carry, following=True)
 
-        following = _hop(route, arriving) if last > 1 else None
-        following, gradients = self._backward_step(route, 1, rows, arriving, following, Gradients(dq, None))
-        if last > 2:
-            following, gradients = loop(step, (following, gradients), jnp.arange(2, last))
+        carry = arriving, Gradients(dq, None)
         if last > 1:
-            _, gradients = self._backward_step(route, last, rows, following, None, gradients)
+            carry = step(carry, 1)
+        if last > 2:
+            carry = loop(step, carry, jnp.arange(2, last))
+        _, gradients = self._backward_step(route, last, rows, *carry, following=False)
         with jax.named_scope(HOP_SCOPE):
             return gradients._replace(dkv=route.home(gradients.dkv))
 
     def _backward_step(
-        self,
-        route: Route,
-        step: jax.Array | int,
-        rows: "_Rows",
-        block: Block,
-        following: Block | None,
-        gradients: Gradients,
-    ) -> tuple[Any, Gradients]:
-        """Add what one foreign block yields, while the next one arrives.
+        self, route: Route, step: jax.Array | int, rows: "_Rows", block: Block, gradients: Gradients, following: bool
+    ) -> tuple[Block | None, Gradients]:
+        """Add what one foreign block yields, and fetch the one that follows, if one does.
 
         The block's dkv, None if nobody has added to it, is still with the neighbour.
         """
         dq, dkv = gradients
         call, positions = route.call(step), route.positions(step, block.kv.shape[2])
 
-        def attend(gradients: Gradients) -> Gradients:
+        def attend(block: Block, gradients: Gradients) -> Gradients:
             return self._backward(call, all_slots(rows.q.shape[3]), rows, block, positions, gradients)
 
-        if self.kernel.apart:
-            # Compilers for GPUs have one transfer in flight at a time, and give it all the work they find. So the
-            # block comes under dq and its gradient, of twice the bytes, under dkv, which takes longer.
-            dq = attend(Gradients(dq, None)).dq
-            dq, dkv, following = jax.lax.optimization_barrier((dq, dkv, following))
         arrived = None if dkv is None else _hop(route, dkv)
-        dq, nothing = _nothing_yet(dq, block.kv)
         if self.kernel.apart:
-            share = attend(Gradients(None, nothing)).dkv
-        else:
-            dq, share = attend(Gradients(dq, nothing))
-        return following, Gradients(dq, share if arrived is None else arrived + share)
+            # The gradient comes under dq, and dkv is added to it in place; the next block comes under dkv. With one
+            # transfer in flight at a time, which is as many as compilers for GPUs keep, each gets work to run under,
+            # and neither meets a second copy of the other.
+            dq = attend(block, Gradients(dq, None)).dq
+            dq, arrived, block = jax.lax.optimization_barrier((dq, arrived, block))
+            following_block = _hop(route, block) if following else None
+            if arrived is None:
+                dq, arrived = _nothing_yet(dq, block.kv)
+            dkv = attend(block, Gradients(None, arrived)).dkv
+            dkv, following_block = jax.lax.optimization_barrier((dkv, following_block))
+            return following_block, Gradients(dq, dkv)
+        following_block = _hop(route, block) if following else None
+        dq, nothing = _nothing_yet(dq, block.kv)
+        dq, share = attend(block, Gradients(dq, nothing))
+        return following_block, Gradients(dq, share if arrived is None else arrived + share)
 
     def _routes(self, k_tokens: Tokens, length: int) -> tuple[Call, tuple[Route, ...]]:
         by_position = k_tokens.positions is not None

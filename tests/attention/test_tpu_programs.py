@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ringjax.attention import Mask, alibi_slopes, ring_attention
 from ringjax.attention.kernels import TpuKernel
+from ringjax.training.ahead import temporary_bytes
 
 TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x4", "v5p": "v5p:2x2x1", "v6e": "v6e:2x4", "tpu7x": "tpu7x:2x2x1"}
 RING, BLOCK, HEADS, KV_HEADS, DIM = 4, 8192, 32, 8, 128
@@ -104,7 +105,7 @@ def report(generation, case):
             "seconds": round(seconds, 1),
             # Before compilation: jaxlib 0.10.2 cannot print what libtpu 0.0.52 compiled for tpu7x.
             "kernels": lowered.as_text().count("tpu_custom_call"),
-            "temporary_bytes": plan.temp_size_in_bytes,
+            "temporary_bytes": temporary_bytes(plan, "tpu"),
             "needed_bytes": needed_bytes(lap, size),
         }
         print(json.dumps(row), flush=True)
