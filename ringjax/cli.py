@@ -6,6 +6,7 @@ Ctrl-C, after saving. Anything unexpected keeps its traceback.
 
 import argparse
 import json
+import os
 import sys
 import textwrap
 import traceback
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         else:
             print(error if isinstance(error, ConfigError) else f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        return error.status
     except KeyboardInterrupt:  # before a run listens for it, or the second one
         if args.traceback:
             traceback.print_exc()
@@ -151,6 +152,8 @@ def _add_plan(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]")
 def _plan(args: argparse.Namespace) -> int:
     """Load the settings, predict, and print."""
     config = load_config(args.config, args.overrides)
+    if args.plot is not None:
+        _check_writable("--plot", args.plot)
     from ringjax.planner.request import answer
 
     vocab_size = config.model.vocab_size
@@ -206,17 +209,32 @@ def _add_compile(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser
 def _compile(args: argparse.Namespace) -> int:
     """Load the settings, compile, and print what came of it."""
     config = load_config(args.config, args.overrides)
+    if args.save_text is not None:
+        _check_writable("--save-text", args.save_text)
+    from ringjax.training.ahead import check_machine, forecast
+
+    check_machine(config, args.topology)  # before anything that takes time, or needs a plugin
     from ringjax.parallel import get_topology
-    from ringjax.training.ahead import forecast
 
     result, text = forecast(config, get_topology(args.topology))
-    if args.save_text:
+    print(json.dumps(asdict(result)) if args.json else result)
+    if args.save_text is not None:
         try:
             Path(args.save_text).write_text(text)
         except OSError as error:
             raise UserError(f"cannot write --save-text {args.save_text}: {error.strerror}") from error
-    print(json.dumps(asdict(result)) if args.json else result)
     return 0
+
+
+def _check_writable(option: str, name: str) -> None:
+    """Whether a file can be written, before the work whose result goes there."""
+    path = Path(name)
+    if not name or path.is_dir():
+        raise ConfigError([f"{option} needs the name of a file, got {name!r}"])
+    if not path.parent.is_dir():
+        raise ConfigError([f"cannot write {option} {name}: there is no folder {path.parent}"])
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError([f"cannot write {option} {name}: permission denied"])
 
 
 def _add_doctor(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

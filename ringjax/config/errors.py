@@ -6,8 +6,13 @@ from collections.abc import Sequence
 class UserError(Exception):
     """Something the user can put right: the message says what was required, given, and what to change.
 
-    The command line prints it without a traceback and exits with status 1.
+    The command line prints it without a traceback.
+
+    Attributes:
+      status: that it exits with.
     """
+
+    status = 1
 
 
 class ConfigError(UserError):
@@ -16,6 +21,8 @@ class ConfigError(UserError):
     Attributes:
       problems: one line each, as `configs/x.yaml:12: model.haeds: unknown key; did you mean model.heads?`.
     """
+
+    status = 2
 
     def __init__(self, problems: Sequence[str]):
         self.problems = tuple(problems)

@@ -77,8 +77,8 @@ def _devices() -> tuple[list[Any], str]:
     """The devices, or why there are none."""
     try:
         return jax.devices(), ""
-    except RuntimeError as error:
-        return [], str(error).splitlines()[0]
+    except (RuntimeError, AssertionError) as error:  # a plugin that is asked for and not there is an assertion
+        return [], (str(error) or "no plugin for the platform that is asked for").splitlines()[0]
 
 
 def _described(devices: list[Any]) -> str:

@@ -99,7 +99,7 @@ def _devices(config: MeshConfig, platform: str, processes: int = 1) -> list[Any]
         _ask_for_cpus(min(-(-needed // processes), MOST_CPUS), only=platform == "cpu")
     try:
         devices = jax.devices() if platform == "auto" else jax.devices(platform)
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:  # jax asserts that a plugin that was asked for is there
         raise MeshError(
             f"run.platform={platform} needs a {platform.upper()}, and jax finds none ({error}); install ringjax "
             f"with the extra for it (cuda12, cuda13 or tpu), or set run.platform=cpu"

@@ -16,6 +16,7 @@ from ringjax.planner.sizes import AXES, Sizes
 from ringjax.planner.strategies import Strategy, strategies
 from ringjax.planner.units import gib, seconds, short
 
+MOST_TOKENS = 2**31 - 1  # that data.seq_len may be
 _SAME = 1.02  # steps that differ by less are called equal
 _LOSES = {
     "dense": "dense layers on fewer devices at a time",
@@ -224,7 +225,13 @@ def advise(config: Config, vocab_size: int, machine: Machine, documents: tuple[i
     if not ranked:
         raise ConfigError([_nothing_fits(config, vocab_size, machine, possible)])
     ranked.sort(key=lambda one: (one.seconds, not one.strategy.runs, one.memory.total))
-    one_row = config.model_copy(update={"mesh": MeshConfig(), "data": config.data.model_copy(update={"batch": 1})})
+    one_row = config.model_copy(
+        update={
+            "mesh": MeshConfig(),
+            "data": config.data.model_copy(update={"batch": 1}),
+            "optim": config.optim.model_copy(update={"accumulate": 1}),
+        }
+    )
     size = Sizes.of(one_row, vocab_size)
     links = [machine.chip.link, *([machine.chip.network] if machine.hosts > 1 and machine.chip.network else [])]
     return Advice(
@@ -302,8 +309,9 @@ def _longest(
     for run, mesh in possible:
         unit = get_layout(run.attention.layout).multiple(mesh["seq"]) * 128
         low, high = 0, best // unit + 1
-        while needs(run, high * unit) <= room(machine):
+        while high * unit <= MOST_TOKENS and needs(run, high * unit) <= room(machine):
             low, high = high, 2 * high
+        high = min(high, MOST_TOKENS // unit + 1)
         if low == 0:
             continue
         while high - low > 1:

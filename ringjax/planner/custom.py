@@ -10,17 +10,22 @@ A chip without `like` gives memory, peak, memory bandwidth and link itself.
 """
 
 import difflib
-import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
+
+import yaml
 
 from ringjax.config import ConfigError
 from ringjax.config.dialect import DialectError, compose, construct
 from ringjax.planner.hardware import CHIPS, GIB, Chip, Link
 
 _TERA, _GIGA, _MICRO = 1e12, 1e9, 1e-6
+LEAST, MOST = 1e-6, 1e9  # of any number of a chip, in its unit
+_NAME = re.compile(r"[a-zA-Z][\w-]*", re.ASCII)
 _NEEDED = ("platform", "memory_gib", "peak_tflops", "memory_gb_per_s", "link_gb_per_s")
 
 
@@ -65,6 +70,8 @@ def load_chips(path: str) -> dict[str, Chip]:
     """
     try:
         root = compose(Path(path).read_text(encoding="utf-8"))
+        if root is not None:
+            _refuse_doubles(root)
         entries = None if root is None else construct(root)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([f"{path}: cannot be read as a file of hardware: {error}"]) from error
@@ -75,13 +82,47 @@ def load_chips(path: str) -> dict[str, Chip]:
     problems: list[str] = []
     found = dict(CHIPS)
     for name, entry in entries.items():
-        wrong = [f"{path}: {name}: {text}" for text in _problems(entry, found)]
-        problems += wrong
+        wrong = _problems(entry, found)
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            wrong.append("a chip's name must be of letters, digits, _ and -, and begin with a letter")
         if not wrong:
-            found[str(name)] = _chip(str(name), entry, found, path)
+            chip = _chip(name.lower(), entry, found, path)
+            wrong = _contradictions(chip, entry)
+            found[chip.name] = chip
+        problems += [f"{path}: {name}: {text}" for text in wrong]
     if problems:
         raise ConfigError(problems)
     return found
+
+
+def _refuse_doubles(node: yaml.Node) -> None:
+    """Of two equal names YAML would keep the last one only."""
+    if not isinstance(node, yaml.MappingNode):
+        return
+    seen = set()
+    for key, value in node.value:
+        if key.value in seen:
+            raise DialectError(key.start_mark.line + 1, f"{key.value} is there twice; leave one out")
+        seen.add(key.value)
+        _refuse_doubles(value)
+
+
+def _contradictions(chip: Chip, entry: Mapping[str, Any]) -> list[str]:
+    """What numbers, each of them possible, do not say together."""
+    problems = []
+    for key, rate in (
+        ("dense_tflops", chip.dense_rate),
+        ("attention_tflops", chip.attention_rate),
+        ("attention_backward_tflops", chip.attention_backward_rate),
+    ):
+        if rate is not None and rate > chip.peak:
+            problems.append(
+                f"{key} is what is reached of the peak, {chip.peak / _TERA:g} (peak_tflops), and cannot be above it; "
+                f"got {entry.get(key, rate / _TERA)}"
+            )
+    if chip.host is None and any(key in entry for key in ("network_gb_per_s", "network_latency_us")):
+        problems.append("a network would be ignored without devices_per_host: beyond so many devices it begins")
+    return problems
 
 
 def find_chip(name: str, chips: Mapping[str, Chip] = CHIPS) -> Chip:
@@ -90,16 +131,16 @@ def find_chip(name: str, chips: Mapping[str, Chip] = CHIPS) -> Chip:
     Raises:
       ConfigError: there is none, with the nearest names.
     """
-    if chip := chips.get(name.lower()) or chips.get(name):
+    if chip := chips.get(name.lower()):
         return chip
     near = difflib.get_close_matches(name.lower(), chips, n=3, cutoff=0.4)
     meant = f"did you mean {' or '.join(near)}? " if near else ""
-    raise ConfigError([f"unknown hardware {name!r}; {meant}There are {', '.join(chips)}; a YAML file adds others"])
+    raise ConfigError([f"unknown hardware {name!r}; {meant}there are {', '.join(chips)}; a YAML file adds others"])
 
 
 def _chip(name: str, entry: dict[str, Any], chips: Mapping[str, Chip], path: str) -> Chip:
     if like := entry.get("like"):
-        chip = replace(chips[like], name=name)
+        chip = replace(chips[like.lower()], name=name)
     else:
         peak = float(entry["peak_tflops"]) * _TERA
         chip = Chip(name, entry["platform"], 0, 1, peak, peak, 0.0, Link("link", 0.0, 0.0))
@@ -119,18 +160,23 @@ def _problems(entry: dict[str, Any], chips: Mapping[str, Chip]) -> list[str]:
             meant = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(legal)}"
             problems.append(f"unknown key {key}{meant}")
         elif key in _NUMBERS and (
-            isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf
+            isinstance(value, bool) or not isinstance(value, int | float) or not LEAST <= value <= MOST
         ):
-            problems.append(f"{key} must be a number above 0, got {value!r}")
+            problems.append(f"{key} must be a number from {LEAST:g} to {MOST:g}, got {shorten(repr(value), 40)}")
         elif key == "devices_per_host" and value != int(value):
             problems.append(f"{key} must be an integer, got {value!r}")
         elif key == "platform" and value not in ("tpu", "gpu", "cpu"):
             problems.append(f"platform must be tpu, gpu or cpu, got {value!r}")
-        elif key == "like" and value not in chips:
+        elif key == "source" and not isinstance(value, str):
+            problems.append(f"source must be a text, got {value!r}")
+        elif key == "like" and not (isinstance(value, str) and value.lower() in chips):
             near = difflib.get_close_matches(str(value), chips, n=1, cutoff=0.4)
             problems.append(
-                f"like: unknown hardware {value!r}; {f'did you mean {near[0]}' if near else 'there is none'}?"
+                f"like: unknown hardware {value!r}; "
+                + (f"did you mean {near[0]}?" if near else f"there are {', '.join(chips)}")
             )
+        elif key == "like" and entry.get("platform", platform := chips[str(value).lower()].platform) != platform:
+            problems.append(f"platform is that of {value}, {platform}: leave it out, got {entry['platform']}")
     if "like" not in entry and (missing := [key for key in _NEEDED if key not in entry]):
         problems.append(f"needs {', '.join(missing)}, or like: with the name of a chip that is near")
     return problems

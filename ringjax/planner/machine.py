@@ -10,7 +10,7 @@ from ringjax.config import ConfigError, UserError
 from ringjax.planner.custom import find_chip
 from ringjax.planner.hardware import CHIPS, Chip, Link
 
-_NAME = re.compile(r"([a-z]\w*):(\d+(?:x\d+)*)")
+_NAME = re.compile(r"([a-z]\w*):(\d+(?:x\d+)*)", re.ASCII)
 _EXAMPLES = "v5p:4x4x8, v5e:16x16 (chips along each side of a TPU slice), h100:8, h100:4x8 (hosts x GPUs of a host)"
 MOST_DEVICES = 2**20
 SLICE_DIMS = {"v4": 3, "v5e": 2, "v5p": 3, "v6e": 2, "tpu7x": 3}  # sides of a slice
@@ -18,6 +18,8 @@ SLICE_DIMS = {"v4": 3, "v5e": 2, "v5p": 3, "v6e": 2, "tpu7x": 3}  # sides of a s
 
 class TopologyError(UserError):
     """There is no such machine, or nothing here to compile for it with."""
+
+    status = 2
 
 
 @dataclass(frozen=True)
@@ -103,8 +105,8 @@ def machine_of(hardware: str, devices: int, chips: Mapping[str, Chip] = CHIPS) -
       ConfigError: there is no such chip, or the number is out of range.
     """
     chip = find_chip(hardware, chips)
-    if not 1 <= devices <= MOST_DEVICES:
-        raise ConfigError([f"--devices must be from 1 to {MOST_DEVICES:,}, got {devices:,}"])
+    if int(devices) != devices or not 1 <= devices <= MOST_DEVICES:
+        raise ConfigError([f"devices must be a number from 1 to {MOST_DEVICES:,}, got {devices:,}"])
     return Machine(f"{devices:,} x {chip.name}", chip, devices, _hosts(chip, devices))
 
 
@@ -142,13 +144,14 @@ def read_topology(name: str, chips: Mapping[str, Chip] = CHIPS) -> tuple[Chip, l
     sizes = [int(size) for size in match[2].split("x")]
     if 0 in sizes:
         raise TopologyError(f"no size of a topology may be 0; got {name!r}")
-    dims = SLICE_DIMS.get(match[1])
+    chip = chips[match[1]]
+    dims = SLICE_DIMS.get(match[1]) if chip.platform != "tpu" else SLICE_DIMS.get(match[1], len(sizes))
     if dims is not None and len(sizes) != dims:
         example = "x".join(["4"] * dims)
         raise TopologyError(f"a {match[1]} slice has {dims} sides, as {match[1]}:{example}; got {name!r}")
     if dims is None and len(sizes) > 2:
         raise TopologyError(f"{match[1]} machines are GPUs, or hosts x GPUs, as h100:8 or h100:4x8; got {name!r}")
-    return chips[match[1]], sizes
+    return chip, sizes
 
 
 def _hosts(chip: Chip, devices: int) -> int:

@@ -1,7 +1,7 @@
 """Memory of one device at the fullest moment of a step, by what it is for.
 
 That is in the backward pass of a layer, or, where the table is large and the tokens are few, in that of the loss.
-Kernels work in registers and in memory of their own, not in this one.
+Kernels keep their tiles on the chip; what they have in this memory are lists of the tiles to visit.
 
 Arguments are exact. Of the temporaries, what is saved for the backward pass and what is proportional to the table is
 exact too; how many arrays of the tokens of one layer are alive at its fullest moment is the compiler's affair, and
@@ -17,6 +17,7 @@ from ringjax.planner.ring import GRADIENT_BYTES
 from ringjax.planner.sizes import Sizes
 from ringjax.planner.strategies import RING, Strategy
 
+_VISIT = 20  # bytes for a pair of tiles while the list is made; found in steps of 2 and 4 million tokens on a device
 MARGIN = 0.05  # of a device's memory left free: predictions may be as much too low
 
 
@@ -32,6 +33,7 @@ class Memory:
       saved: what the backward pass finds of the layers.
       attention: state of one layer: queries, output, two blocks of keys and values, and in the backward pass the
         gradient of the queries and two of the blocks, in float32.
+      scratch: of the attention kernel: the pairs of tiles that packed documents leave to visit.
       layer: other arrays of the layer that is at work, and its weights in use.
       loss: the table in use and its gradients in float32; in the backward pass of the loss also hidden states and the
         logits of a chunk.
@@ -44,6 +46,7 @@ class Memory:
     gradients: int
     saved: int
     attention: int
+    scratch: int
     layer: int
     loss: int
     host: int = 0
@@ -85,16 +88,16 @@ class _Alive:
 
 
 # Fits to what memory_analysis() says of train steps of two models on up to 18 meshes, lengths and policies (CPU), 6
-# (H100) and 2 (v5p), jax 0.10.2.
+# (H100) and 5 (v5p), jax 0.10.2.
 _ALIVE = {
     "cpu": _Alive(
         embed=8.2, mlp=8.2, travelling=4.0, table=3.3, chunked=3.5, passing=8.0, none_embed=5.0, none_mlp=5.0
     ),
     "gpu": _Alive(
-        embed=0.5, mlp=6.0, travelling=3.3, table=2.2, chunked=3.5, passing=8.0, none_embed=10.0, none_mlp=5.0
+        embed=0.5, mlp=6.0, travelling=1.2, table=2.2, chunked=3.5, passing=8.0, none_embed=10.0, none_mlp=5.0
     ),
     "tpu": _Alive(
-        embed=4.0, mlp=6.0, travelling=3.3, table=2.2, chunked=3.5, passing=8.0, none_embed=12.0, none_mlp=5.0
+        embed=2.0, mlp=4.0, travelling=1.2, table=1.0, chunked=3.5, passing=8.0, none_embed=11.0, none_mlp=5.0
     ),
 }
 
@@ -138,12 +141,13 @@ def memory(config: Config, vocab_size: int, platform: str, strategy: Strategy = 
         gradients=of_layers + of_parts,
         saved=saved,
         attention=attention + strategy.extra_bytes(size),
+        scratch=_scratch(size, platform),
         layer=round(layer),
         loss=table,
         host=host,
     )
     loss = table + _chunk(size) + 2 * wire * size.loss_tokens * size.dim
-    head = replace(backward, gradients=of_parts, attention=0, layer=0, loss=loss)
+    head = replace(backward, gradients=of_parts, attention=0, scratch=0, layer=0, loss=loss)
     return max(backward, head, key=lambda moment: moment.total)
 
 
@@ -156,6 +160,14 @@ def _weights_in_use(config: Config, size: Sizes, wire: int) -> int:
 def _is_gathered(size: Sizes) -> bool:
     """Whether weights in use are other arrays than those that are stored."""
     return size.mesh["fsdp"] * size.mesh["seq"] > 1
+
+
+def _scratch(size: Sizes, platform: str) -> int:
+    """Of the kernel for GPUs, which visits pairs of 128 queries and 64 keys; tiles for TPUs are far larger.
+
+    The list grows with the square of a row's tokens on a device: nothing at 16 thousand, 0.6 GiB at half a million.
+    """
+    return round(size.rows * size.tokens**2 / (128 * 64) * _VISIT) if platform == "gpu" else 0
 
 
 def _batch(config: Config, size: Sizes) -> int:

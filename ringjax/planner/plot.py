@@ -1,10 +1,12 @@
 """Pictures of a plan: the ring's timeline, memory against context, step time against ring size. Needs matplotlib."""
 
+import importlib.util
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from ringjax.attention.layout import get_layout
-from ringjax.config import Config, MeshConfig, UserError, check_config
+from ringjax.config import Config, ConfigError, MeshConfig, UserError, check_config
 from ringjax.planner.estimate import estimate
 from ringjax.planner.machine import Machine
 from ringjax.planner.memory import Memory, memory
@@ -13,6 +15,7 @@ from ringjax.planner.sizes import AXES, Sizes
 from ringjax.planner.strategies import strategies
 from ringjax.planner.timeline import Lap
 
+ENDINGS = (".png", ".svg", ".pdf")
 MOST_ROWS = 16  # ranks in the timeline
 
 
@@ -26,14 +29,12 @@ def draw(plan: Plan, vocab_size: int, documents: tuple[int, ...] | None, path: s
       path: as plan.png, plan.svg or plan.pdf.
 
     Raises:
+      ConfigError: the file's ending is not that of pictures.
       UserError: matplotlib is not installed, or the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UserError(
-            f"--plot needs matplotlib, which is not installed ({error}): pip install 'ringjax[plot]'"
-        ) from error
+    check_plot(path)
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(15, 9), layout="constrained")
     figure.suptitle(f"{plan.machine.name}: {show_mesh(Sizes.of(plan.config, vocab_size).mesh)}")
     axes = figure.subplots(2, 2)
@@ -46,6 +47,19 @@ def draw(plan: Plan, vocab_size: int, documents: tuple[int, ...] | None, path: s
         figure.savefig(path)
     except (OSError, ValueError) as error:
         raise UserError(f"cannot write --plot {path}: {error}") from error
+
+
+def check_plot(path: str) -> None:
+    """Whether pictures can be drawn, before there is anything to draw.
+
+    Raises:
+      ConfigError: the file's ending is not that of pictures.
+      UserError: matplotlib is not installed.
+    """
+    if Path(path).suffix not in ENDINGS:
+        raise ConfigError([f"--plot {path}: the name must end in {', '.join(ENDINGS)}"])
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError("--plot needs matplotlib, which is not installed: pip install 'ringjax[plot]'")
 
 
 def bars(lap: Lap) -> list[tuple[int, str, float, float]]:

@@ -35,12 +35,18 @@ def answer(
       ConfigError: options that do not go together, or are out of range.
       UserError: there is no such machine; or the plot cannot be drawn.
     """
+    if plot is not None:
+        from ringjax.planner.plot import check_plot, draw
+
+        check_plot(plot)
     chips = CHIPS if hardware_file is None else load_chips(hardware_file)
     machine = _machine(config, hardware, devices, topology, network, chips)
     lengths = None if documents is None else _documents(documents, config.data.seq_len)
     if tokens is not None and not 0 < tokens < math.inf:
         raise ConfigError([f"--tokens must be a number above 0, got {tokens}"])
     if advise:
+        if tokens is not None:
+            raise ConfigError(["--tokens would be ignored: --advise compares steps. Leave one out"])
         if plot is not None:
             raise ConfigError(
                 ["--plot draws the mesh of the settings, and --advise looks for another: leave one out"]
@@ -48,8 +54,6 @@ def answer(
         return advice.advise(config, vocab_size, machine, lengths)
     plan = make_plan(config, vocab_size, machine, lengths, tokens)
     if plot is not None:
-        from ringjax.planner.plot import draw
-
         draw(plan, vocab_size, lengths, plot)
     return plan
 
@@ -79,6 +83,8 @@ def _machine(
         return machine
     if network not in NETWORKS:
         raise ConfigError([f"--network must be one of {', '.join(NETWORKS)}, got {network!r}"])
+    if machine.hosts == 1 and machine.chip.network is not None:
+        raise ConfigError([f"--network {network} would be ignored: {machine.name} is one host"])
     if machine.chip.network is None:
         raise ConfigError(
             [f"--network {network} would be ignored: {machine.chip.name} has no hosts with one between"]
@@ -94,4 +100,8 @@ def _documents(text: str, seq_len: int) -> tuple[int, ...]:
         lengths = [0]
     if min(lengths) < 1:
         raise ConfigError([f"--documents must be lengths of at least 1 token, as 1000,250,4000; got {text!r}"])
+    if max(lengths) > seq_len:
+        raise ConfigError(
+            [f"no document is longer than a row, data.seq_len={seq_len}; --documents has {max(lengths)}"]
+        )
     return documents_of(lengths, seq_len)

@@ -4,16 +4,19 @@ import re
 import tempfile
 import time
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from ringjax.attention.kernels import get_kernel
 from ringjax.config import Config, ConfigError, UserError, check_config
 from ringjax.data import get_tokenizer
 from ringjax.models import count_parameters
 from ringjax.parallel import Topology, covered, make_mesh, read_collectives, read_hops
-from ringjax.planner import gib, model_flops
+from ringjax.planner import gib, model_flops, read_topology
+from ringjax.planner.sizes import AXES
 from ringjax.training.console import format_count
 from ringjax.training.patience import shown
 from ringjax.training.programs import build_programs, choose_vocab_size
@@ -123,6 +126,31 @@ class Forecast:
         return lines
 
 
+def check_machine(config: Config, topology: str) -> None:
+    """Whether a run goes with a machine, by the machine's name alone.
+
+    Raises:
+      ConfigError: its mesh has another number of devices, or it asks for a platform or kernel of other machines.
+      TopologyError: there is no such machine.
+    """
+    chip, sizes = read_topology(topology)
+    devices, needed = prod(sizes) * chip.devices, prod(getattr(config.mesh, axis) for axis in AXES)
+    problems = []
+    if devices != needed:
+        problems.append(
+            f"the mesh has {needed:,} devices and {topology} {devices:,}: set mesh.stage, data, fsdp, seq and tensor "
+            "so that their product is that, or name a machine of the mesh's size"
+        )
+    if config.run.platform not in ("auto", chip.platform):
+        problems.append(f"run.platform={config.run.platform}, and {topology} is a {chip.platform}: leave it out")
+    try:
+        get_kernel(config.attention.kernel, chip.platform)
+    except ValueError as error:
+        problems.append(f"attention.kernel: {error}")
+    if problems:
+        raise ConfigError(problems)
+
+
 def forecast(config: Config, topology: Topology) -> tuple[Forecast, str]:
     """Compile a run's train step for a machine, and read the program.
 
@@ -223,7 +251,9 @@ def temporary_bytes(plan: Any, platform: str) -> int:
     """
     if platform != "tpu":
         return plan.temp_size_in_bytes
-    return plan.peak_memory_in_bytes - plan.argument_size_in_bytes - plan.output_size_in_bytes + plan.alias_size_in_bytes
+    return (
+        plan.peak_memory_in_bytes - plan.argument_size_in_bytes - plan.output_size_in_bytes + plan.alias_size_in_bytes
+    )
 
 
 def _memory(compiled: jax.stages.Compiled, topology: Topology) -> Memory:
@@ -232,7 +262,7 @@ def _memory(compiled: jax.stages.Compiled, topology: Topology) -> Memory:
     arguments = plan.argument_size_in_bytes
     results = plan.output_size_in_bytes - plan.alias_size_in_bytes
     program = plan.generated_code_size_in_bytes
-    temporaries = temporary_bytes(plan, topology.chip.platform)
+    temporaries = temporary_bytes(plan, topology.devices[0].platform)
     return Memory(
         arguments=arguments,
         temporaries=temporaries,

@@ -59,14 +59,17 @@ def test_the_command_ends_with_a_verdict(capsys):
     assert any(line.startswith("devices") and "32 x cpu" in line for line in lines)
 
 
-def test_devices_that_do_not_start_are_a_problem(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("error", "reason"), [(RuntimeError("no GPU found\nmore"), "no GPU found"), (AssertionError(), "no plugin for")]
+)
+def test_devices_that_do_not_start_are_a_problem(monkeypatch, capsys, error, reason):
     def fail():
-        raise RuntimeError("no GPU found\nmore")
+        raise error
 
     monkeypatch.setattr(jax, "devices", fail)
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
-    assert "jax cannot start its devices: no GPU found" in out
+    assert f"jax cannot start its devices: {reason}" in out
     assert out.endswith("1 problem to solve first\n")
 
 

@@ -58,7 +58,10 @@ def compiled(topology: str, settings: list[str]) -> dict:
         pytest.param("v5p:2x2x2", "tpu", "ring", marks=TPU),
         pytest.param("h100:8", "gpu", "ring", marks=GPU),
         pytest.param("h100:8", "gpu", "mixed", marks=(GPU, SLOW)),
-        *(pytest.param("v5p:2x2x2", "tpu", name, marks=(TPU, SLOW)) for name in ("all saved",)),
+        *(
+            pytest.param("v5p:2x2x2", "tpu", name, marks=(TPU, SLOW))
+            for name in ("mixed", "all saved", "a larger model")
+        ),
         *(
             pytest.param("h100:8", "gpu", name, marks=(GPU, SLOW))
             for name in ("rows", "all saved", "a larger model", "float32")

@@ -101,10 +101,30 @@ def test_the_command(monkeypatch, capsys, tmp_path, small_settings):
     assert json.loads(out)["mesh"] == {"seq": 4}
     assert "compiling for cpu:4 ..." in err
     assert "HloModule" in (tmp_path / "step.txt").read_text()
-    assert main([*command, "--save-text", str(tmp_path / "no" / "step.txt")]) == 1
-    assert "cannot write --save-text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("topology", "words", "message"),
+    [
+        ("h100:8", (), "the mesh has 4 devices and h100:8 8"),
+        ("h100:1000000", (), "the mesh has 4 devices and h100:1000000 1,000,000"),
+        ("h100:4", ("run.platform=tpu",), "run.platform=tpu, and h100:4 is a gpu"),
+        ("h100:4", ("attention.kernel=tpu",), "kernel 'tpu' runs on TPUs, and the devices here are GPUs"),
+        ("v5e:2x2", ("attention.kernel=cpu",), "kernel 'cpu' runs on CPUs, and the devices here are TPUs"),
+        ("h100:4", ("--save-text", ""), "--save-text needs the name of a file"),
+        ("h100:4", ("--save-text", "."), "--save-text needs the name of a file"),
+        ("h100:4", ("--save-text", "no/step.txt"), "cannot write --save-text no/step.txt: there is no folder no"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_before_a_plugin_is_needed(
+    monkeypatch, capsys, small_settings, topology, words, message
+):
+    monkeypatch.setattr("ringjax.parallel.get_topology", lambda name: pytest.fail("too late"))
+    command = ["compile", "configs/quickstart.yaml", "--topology", topology, *small_settings, "mesh.seq=4", *words]
+    assert main(command) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_the_command_needs_a_machine(capsys):
-    assert main(["compile", "configs/quickstart.yaml", "--topology", "v55:2x2"]) == 1
+    assert main(["compile", "configs/quickstart.yaml", "--topology", "v55:2x2"]) == 2
     assert "error: unknown chip 'v55' in 'v55:2x2'; did you mean" in capsys.readouterr().err

@@ -94,7 +94,7 @@ class TpuKernel(BlockKernel):
         """What to run, and the tiles at which the slots begin; None if they are not made of tiles of the blocks."""
         from ringjax.attention.kernels.tpu_program import Program
 
-        q_tile, k_tile, heads = self._tiles(q, kv, q_slots.size, k_slots.size)
+        q_tile, k_tile, heads = self._tiles(q, kv, rule, q_slots.size, k_slots.size)
         cut = Cut(relation, (q_slots.size, k_slots.size), (q_tile, k_tile))
         program = Program(cut, rule, heads, q.shape[-1], self.vmem, self.interpret)
         sides = ((q_slots, q_tile, q.shape[3]), (k_slots, k_tile, kv.shape[2]))
@@ -102,7 +102,7 @@ class TpuKernel(BlockKernel):
             return program, None
         return program, (q_slots.start // q_tile, k_slots.start // k_tile)
 
-    def _tiles(self, q: jax.Array, kv: jax.Array, q_len: int, k_len: int) -> tuple[int, int, int]:
+    def _tiles(self, q: jax.Array, kv: jax.Array, rule: ScoreRule, q_len: int, k_len: int) -> tuple[int, int, int]:
         """Queries of a tile, keys of a tile, and query heads that share a tile of keys."""
         group, unit = q.shape[2], 1 if self.interpret else LANES
         q_most, k_most, rows = self.q_tile, self.k_tile, self.rows
@@ -110,7 +110,8 @@ class TpuKernel(BlockKernel):
             q_tile, k_tile = _tile(q_len, q_most, unit), _tile(k_len, k_most, unit)
             most = min(group, max(1, rows // q_tile))
             heads = next(heads for heads in range(most, 0, -1) if group % heads == 0)
-            if _bytes(q_tile, k_tile, heads, q.shape[-1], kv.shape[-1] - q.shape[-1], q.dtype.itemsize) <= self.vmem:
+            dims = q.shape[-1], kv.shape[-1] - q.shape[-1]
+            if _bytes(q_tile, k_tile, heads, *dims, q.dtype.itemsize, rule) <= self.vmem:
                 return q_tile, k_tile, heads
             if k_tile > 256:
                 k_most = _half(k_tile)
@@ -126,18 +127,19 @@ def _divides(tile: int, slots: Slots) -> bool:
     return slots.unit % tile == 0 and slots.size % tile == 0
 
 
-def _bytes(q_tile: int, k_tile: int, heads: int, dim: int, value_dim: int, size: int) -> int:
+def _bytes(q_tile: int, k_tile: int, heads: int, dim: int, value_dim: int, size: int, rule: ScoreRule) -> int:
     """What a step needs, for numbers of `size` bytes: tiles, twice if they come or go meanwhile, and scores.
 
-    Of scores and their kin about four in float32 are alive at a time, and the pieces of float32 operands besides: as
-    compiled, with the widths used here.
+    Of scores and their kin about four in float32 are alive at a time, one more if scores are changed, and the pieces
+    of float32 operands besides: as compiled, with the widths used here.
     """
     width, value_width, both = (-(-x // LANES) * LANES for x in (dim, value_dim, dim + value_dim))
     queries, keys, scores = heads * q_tile, k_tile * both, q_tile * k_tile
     forward = queries * (width * 2 * size + value_width * (4 * 4 + 4)) + keys * 2 * size
     of_queries = queries * (width * (2 * size + 4 * 4 + 4) + value_width * 2 * size) + keys * 2 * size
     of_keys = queries * (width + value_width) * 2 * size + keys * (2 * size + 4 * 4)
-    return max(forward, of_queries, of_keys) + scores * 4 * (3 + size // 2)
+    changed = rule.softcap is not None or rule.needs_positions
+    return max(forward, of_queries, of_keys) + scores * 4 * (3 + size // 2 + changed)
 
 
 def _tile(length: int, most: int, unit: int) -> int:
