@@ -139,7 +139,7 @@ def _bytes(q_tile: int, k_tile: int, heads: int, dim: int, value_dim: int, size:
     of_queries = queries * (width * (2 * size + 4 * 4 + 4) + value_width * 2 * size) + keys * 2 * size
     of_keys = queries * (width + value_width) * 2 * size + keys * (2 * size + 4 * 4)
     changed = rule.softcap is not None or rule.needs_positions
-    return max(forward, of_queries, of_keys) + scores * 4 * (3 + size // 2 + changed)
+    return max(forward, of_queries, of_keys) + scores * 4 * (2 + size + changed)
 
 
 def _tile(length: int, most: int, unit: int) -> int:
