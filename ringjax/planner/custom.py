@@ -125,12 +125,17 @@ def _contradictions(chip: Chip, entry: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def find_chip(name: str, chips: Mapping[str, Chip] = CHIPS) -> Chip:
+def find_chip(name: str, chips: Mapping[str, Chip] | None = None) -> Chip:
     """The chip of a name.
+
+    Args:
+      name: as "h100", in either case.
+      chips: to choose from; None = those that ringjax knows.
 
     Raises:
       ConfigError: there is none, with the nearest names.
     """
+    chips = CHIPS if chips is None else chips
     if chip := chips.get(name.lower()):
         return chip
     near = difflib.get_close_matches(name.lower(), chips, n=3, cutoff=0.4)

@@ -16,7 +16,16 @@ def keys_per_token(segment_ids: np.ndarray) -> float:
 
     Args:
       segment_ids: [B, S] int, the document of each token; negative tokens are padding and attend to nothing.
+
+    Raises:
+      ValueError: of another shape, or empty.
+
+    Example:
+      >>> keys_per_token(np.array([[0, 0, 0, 0, 1, 1, -1, -1]]))  # (4^2 / 2 + 2^2 / 2) / 8
+      1.25
     """
+    if np.ndim(segment_ids) != 2 or np.size(segment_ids) == 0:
+        raise ValueError(f"segment_ids must be [B, S] with a token at least, got shape {np.shape(segment_ids)}")
     pairs = 0.0
     for row in np.asarray(segment_ids):
         lengths = np.unique(row[row >= 0], return_counts=True)[1].astype(np.float64)
@@ -31,7 +40,16 @@ def causal_keys(seq_len: int, window: int | None = None) -> float:
       seq_len: S.
       window: W, tokens that one sees, itself and those right before it. Of S tokens the i-th then sees min(i, W), in
         the mean W - W (W - 1) / (2 S).
+
+    Raises:
+      ValueError: a number below 1.
+
+    Example:
+      >>> causal_keys(1000), causal_keys(1000, window=100)
+      (500.0, 95.05)
     """
+    if seq_len < 1 or (window is not None and window < 1):
+        raise ValueError(f"seq_len and window must be at least 1, got {seq_len} and {window}")
     if window is None or window >= seq_len:
         return seq_len / 2
     return min(seq_len / 2, window - window * (window - 1) / (2 * seq_len))
@@ -60,6 +78,12 @@ def flops_per_token(config: ModelConfig, vocab_size: int, keys: float) -> float:
 
     Returns:
       3 (2 P + 4 N H D keys), P the weights of all matrices that a token is multiplied with: all but the lookup.
+
+    Example:
+      >>> from ringjax.config import ModelConfig
+      >>> config = ModelConfig(layers=2, dim=64, heads=4, kv_heads=2, head_dim=16, mlp_dim=128)
+      >>> flops_per_token(config, 256, causal_keys(512))  # 3 (2 * 90,112 weights + 131,072 of scores)
+      933888.0
     """
     attention = config.dim * config.head_dim * 2 * (config.heads + config.kv_heads)
     mlp = 3 * config.dim * config.mlp_dim

@@ -98,11 +98,21 @@ def across_hosts(mesh: Mapping[str, int], hosts: int) -> dict[str, int]:
     return cuts
 
 
-def machine_of(hardware: str, devices: int, chips: Mapping[str, Chip] = CHIPS) -> Machine:
+def machine_of(hardware: str, devices: int, chips: Mapping[str, Chip] | None = None) -> Machine:
     """So many devices of one chip, in whole hosts where there are hosts.
+
+    Args:
+      hardware: name of the chip.
+      devices: how many.
+      chips: to choose from; None = those that ringjax knows. `load_chips` adds one's own.
 
     Raises:
       ConfigError: there is no such chip, or the number is out of range.
+
+    Example:
+      >>> machine = machine_of("h100", 64)
+      >>> machine.hosts, machine.hop_link({"data": 1, "seq": 64}, "seq").name
+      (8, '400 Gb/s network')
     """
     chip = find_chip(hardware, chips)
     if int(devices) != devices or not 1 <= devices <= MOST_DEVICES:
@@ -110,11 +120,15 @@ def machine_of(hardware: str, devices: int, chips: Mapping[str, Chip] = CHIPS) -
     return Machine(f"{devices:,} x {chip.name}", chip, devices, _hosts(chip, devices))
 
 
-def machine_of_topology(name: str, chips: Mapping[str, Chip] = CHIPS) -> Machine:
+def machine_of_topology(name: str, chips: Mapping[str, Chip] | None = None) -> Machine:
     """The machine of a topology's name, as "v5p:4x4x8" or "h100:4x8".
 
     Raises:
       TopologyError: there is no such machine.
+
+    Example:
+      >>> machine_of_topology("v5p:4x4x8").devices
+      128
     """
     chip, sizes = read_topology(name, chips)
     devices = prod(sizes) * chip.devices
@@ -128,12 +142,13 @@ def machine_of_topology(name: str, chips: Mapping[str, Chip] = CHIPS) -> Machine
         raise TopologyError(f"{name}: {error}") from error
 
 
-def read_topology(name: str, chips: Mapping[str, Chip] = CHIPS) -> tuple[Chip, list[int]]:
+def read_topology(name: str, chips: Mapping[str, Chip] | None = None) -> tuple[Chip, list[int]]:
     """The chip of a topology's name, and its sizes.
 
     Raises:
       TopologyError: the name is not one, or the chip is unknown.
     """
+    chips = CHIPS if chips is None else chips
     match = _NAME.fullmatch(name.lower())
     if match is None:
         raise TopologyError(f"unknown topology {name!r}: write the chip, a colon and the sizes, as {_EXAMPLES}")

@@ -201,6 +201,13 @@ def make_plan(
 
     Raises:
       ConfigError: the mesh is not the machine's.
+
+    Example:
+      >>> from ringjax.config import load_config
+      >>> from ringjax.planner import machine_of
+      >>> plan = make_plan(load_config("configs/run/8b_1m_h100x64.yaml"), 128256, machine_of("h100", 64))
+      >>> plan.fits, plan.estimate.seconds.total > 0
+      (True, True)
     """
     size = Sizes.of(config, vocab_size)
     check_mesh(size.mesh, machine)
