@@ -111,7 +111,7 @@ def report(generation, case):
             "needed_bytes": needed_bytes(lap, size),
         }
         if generation != "tpu7x":
-            messages = [hop for hop in read_hops(program.as_text()) if not hop.is_of_tokens]
+            messages = [hop for hop in read_hops(program.as_text() or "") if not hop.is_of_tokens]
             row["covered"], row["hops"] = covered(messages)
         print(json.dumps(row), flush=True)
 
