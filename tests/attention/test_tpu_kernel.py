@@ -7,6 +7,7 @@ import pytest
 
 from ringjax.attention import Mask, ring_attention
 from ringjax.attention.kernels import TpuKernel, XlaKernel
+from ringjax.attention.scores import ScoreRule
 
 pytestmark = [pytest.mark.spread, pytest.mark.usefixtures("quick_compiler")]
 
@@ -121,4 +122,11 @@ def test_tiles_fit_the_block_and_the_memory(shape, dtype, expected):
     length, group, dim = shape
     q = jax.ShapeDtypeStruct((1, 1, group, length, dim), dtype)
     kv = jax.ShapeDtypeStruct((1, 1, length, 2 * dim), dtype)
-    assert TpuKernel()._tiles(q, kv, length, length) == expected  # type: ignore[arg-type]
+    assert TpuKernel()._tiles(q, kv, ScoreRule(1.0), length, length) == expected  # type: ignore[arg-type]
+
+
+def test_changed_scores_take_memory_for_themselves():
+    q = jax.ShapeDtypeStruct((1, 1, 4, 8192, 128), "bfloat16")
+    kv = jax.ShapeDtypeStruct((1, 1, 8192, 256), "bfloat16")
+    plain, changed = (TpuKernel()._tiles(q, kv, rule, 8192, 8192) for rule in (ScoreRule(1.0), ScoreRule(1.0, 5.0)))  # type: ignore[arg-type]
+    assert changed[:2] < plain[:2]
