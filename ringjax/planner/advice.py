@@ -6,6 +6,7 @@ from typing import Any
 
 from ringjax.attention.layout import get_layout
 from ringjax.config import Config, ConfigError, MeshConfig, check_config
+from ringjax.config.check import LARGEST
 from ringjax.planner.decode import Decode
 from ringjax.planner.estimate import CONVENTION, Estimate, estimate, is_fused
 from ringjax.planner.machine import MOST_DEVICES, Machine, across_hosts
@@ -16,7 +17,6 @@ from ringjax.planner.sizes import AXES, Sizes
 from ringjax.planner.strategies import Strategy, strategies
 from ringjax.planner.units import gib, seconds, short
 
-MOST_TOKENS = 2**31 - 1  # that data.seq_len may be
 _SAME = 1.02  # steps that differ by less are called equal
 _LOSES = {
     "dense": "dense layers on fewer devices at a time",
@@ -309,9 +309,9 @@ def _longest(
     for run, mesh in possible:
         unit = get_layout(run.attention.layout).multiple(mesh["seq"]) * 128
         low, high = 0, best // unit + 1
-        while high * unit <= MOST_TOKENS and needs(run, high * unit) <= room(machine):
+        while high * unit < LARGEST and needs(run, high * unit) <= room(machine):
             low, high = high, 2 * high
-        high = min(high, MOST_TOKENS // unit + 1)
+        high = min(high, (LARGEST - 1) // unit + 1)
         if low == 0:
             continue
         while high - low > 1:

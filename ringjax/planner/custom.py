@@ -101,6 +101,8 @@ def _refuse_doubles(node: yaml.Node) -> None:
         return
     seen = set()
     for key, value in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            continue  # no name: refused where values are made
         if key.value in seen:
             raise DialectError(key.start_mark.line + 1, f"{key.value} is there twice; leave one out")
         seen.add(key.value)
@@ -180,8 +182,9 @@ def _problems(entry: dict[str, Any], chips: Mapping[str, Chip]) -> list[str]:
                 f"like: unknown hardware {value!r}; "
                 + (f"did you mean {near[0]}?" if near else f"there are {', '.join(chips)}")
             )
-        elif key == "like" and entry.get("platform", platform := chips[str(value).lower()].platform) != platform:
-            problems.append(f"platform is that of {value}, {platform}: leave it out, got {entry['platform']}")
+        elif key == "like" and "platform" in entry and entry["platform"] != chips[str(value).lower()].platform:
+            own = chips[str(value).lower()].platform
+            problems.append(f"platform is that of {value}, {own}: leave it out, got {entry['platform']}")
     if "like" not in entry and (missing := [key for key in _NEEDED if key not in entry]):
         problems.append(f"needs {', '.join(missing)}, or like: with the name of a chip that is near")
     return problems

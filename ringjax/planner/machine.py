@@ -160,11 +160,11 @@ def read_topology(name: str, chips: Mapping[str, Chip] | None = None) -> tuple[C
     if 0 in sizes:
         raise TopologyError(f"no size of a topology may be 0; got {name!r}")
     chip = chips[match[1]]
-    dims = SLICE_DIMS.get(match[1]) if chip.platform != "tpu" else SLICE_DIMS.get(match[1], len(sizes))
+    dims = SLICE_DIMS.get(match[1])
     if dims is not None and len(sizes) != dims:
         example = "x".join(["4"] * dims)
         raise TopologyError(f"a {match[1]} slice has {dims} sides, as {match[1]}:{example}; got {name!r}")
-    if dims is None and len(sizes) > 2:
+    if chip.platform != "tpu" and len(sizes) > 2:
         raise TopologyError(f"{match[1]} machines are GPUs, or hosts x GPUs, as h100:8 or h100:4x8; got {name!r}")
     return chip, sizes
 

@@ -83,12 +83,12 @@ def _machine(
         return machine
     if network not in NETWORKS:
         raise ConfigError([f"--network must be one of {', '.join(NETWORKS)}, got {network!r}"])
-    if machine.hosts == 1 and machine.chip.network is not None:
-        raise ConfigError([f"--network {network} would be ignored: {machine.name} is one host"])
     if machine.chip.network is None:
         raise ConfigError(
             [f"--network {network} would be ignored: {machine.chip.name} has no hosts with one between"]
         )
+    if machine.hosts == 1:
+        raise ConfigError([f"--network {network} would be ignored: {machine.name} is one host"])
     return replace(machine, chip=replace(machine.chip, network=NETWORKS[network]))
 
 

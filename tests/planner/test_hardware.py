@@ -85,6 +85,7 @@ box: {platform: cpu, memory_gib: 16, peak_tflops: 0.2, memory_gb_per_s: 20, link
         ("'': {like: h100}", "a chip's name must be of letters"),
         ("ours: {like: h100, memory_gib: 70, memory_gib: 80}", "memory_gib is there twice"),
         ("ours: {like: h100}\nours: {like: a100}", "ours is there twice"),
+        ("ours: {[h100]: 3}", "cannot be read as a value"),
         ("- h100", "needs names of chips"),
         ("ours: &a {like: h100}", "anchors"),
         ("", "needs names of chips"),
