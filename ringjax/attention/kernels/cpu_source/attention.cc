@@ -81,8 +81,9 @@ template <class Engine>
 void run_forward(ffi::ThreadPool& pool, const Problem& p, float* out, float* lse) {
   const Forward<Engine> forward(p, out, lse);
   const long tiles = p.q_tiles(), heads = p.batch * p.kv_heads * p.group;
-  // Small blocks in smaller pieces, so that there are some for every thread. How queries are cut changes no result.
-  const long size = std::max(1L, std::min(kForwardChunk, tiles * heads / (4 * static_cast<long>(pool.num_threads()))));
+  // Small blocks in smaller pieces, so that there are some for every thread; not smaller than that takes, since each
+  // fetches all keys. How queries are cut changes no result.
+  const long size = std::max(1L, std::min(kForwardChunk, tiles * heads / (2 * static_cast<long>(pool.num_threads()))));
   const long pieces = (tiles + size - 1) / size;
   run_all(pool, heads * pieces, [&](long i) {
     // Late queries, which see most under a causal mask, come first.

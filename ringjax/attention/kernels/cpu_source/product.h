@@ -8,6 +8,8 @@ namespace ringjax {
 // Accumulators of one inner loop: rows times vectors, all in registers beside the vectors of B and one of A.
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int kRows = 6, kVectors = 4;
+#elif defined(__AVX2__) && defined(__FMA__)
+constexpr int kRows = 6, kVectors = 2;  // 15 of 16 registers: enough sums to keep two units of a latency of 4 busy
 #else
 constexpr int kRows = 4, kVectors = 2;
 #endif
