@@ -132,8 +132,8 @@ def ring_attention(
     tokens = _tokens(q, k, mask, rule, segment_ids, positions, kv_segment_ids, kv_positions)
     if positions is None:
         mask = mask.within(k.shape[1])
-    platform = _platform(mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh)
-    block_kernel = get_kernel(kernel, platform, whole=size == 1)
+    device = _device(mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh)
+    block_kernel = get_kernel(kernel, device.platform, device.device_kind, whole=size == 1)
     ring = Ring(axes.seq, size, get_layout(layout), mask, rule, block_kernel)
 
     fill_q, fill_k = (_Filling(ring.layout, x.shape[1], size) for x in (q, k))
@@ -243,7 +243,8 @@ def ring_attention_shard(
     heads = _heads(slopes, seed, sequences, _numbers((axes.head,) if axes.head else (), num_heads))
     if positions is None:
         mask = mask.within(k.shape[1] * size)
-    block_kernel = get_kernel(kernel, _platform(jax.sharding.get_abstract_mesh()), whole=size == 1)
+    device = _device(jax.sharding.get_abstract_mesh())
+    block_kernel = get_kernel(kernel, device.platform, device.device_kind, whole=size == 1)
     ring = Ring(axes.seq, size, ring_layout, mask, rule, block_kernel)
     inputs = _varying_alike((q, k, v, Side(*tokens, heads)), axes.seq)
     out, lse = attention(LocalProgram(ring), *inputs)  # type: ignore[misc]
@@ -370,10 +371,10 @@ def _mesh(mesh: Mesh | AbstractMesh | None, seq_axis: str, q: Any) -> Mesh | Abs
     return mesh
 
 
-def _platform(mesh: AbstractMesh) -> str:
-    """Of the mesh's devices, which need not be this machine's; a mesh of no devices runs on jax's default ones."""
+def _device(mesh: AbstractMesh) -> jax.Device | jax.sharding.AbstractDevice:
+    """What the mesh is made of, which need not be this machine's; a mesh of no devices runs on jax's default ones."""
     device = mesh.abstract_device
-    return jax.default_backend() if device is None else device.platform
+    return jax.devices()[0] if device is None else device
 
 
 def _manual_axes() -> tuple[str, ...]:

@@ -29,4 +29,16 @@ def loop(step: Callable[[T, Any], T], state: T, xs: Any) -> T:
         x = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(jnp.asarray(x), i, keepdims=False), xs)
         return i + 1, step(state, x)
 
-    return jax.lax.while_loop(lambda carry: carry[0] < count, body, (jnp.int32(0), state))[1]
+    return jax.lax.while_loop(lambda carry: carry[0] < count, body, (_first(count), state))[1]
+
+
+def _first(count: int) -> jax.Array:
+    """0, where a loop of so many trips begins.
+
+    XLA takes a loop of one trip apart. On CPUs its steps then mingle with those around it, which keeps a block of the
+    ring alive for longer, so there it must not see where such a loop begins. Elsewhere not to know costs time.
+    """
+    zero = jnp.int32(0)
+    if count != 1:
+        return zero
+    return jax.lax.platform_dependent(cpu=lambda: jax.lax.optimization_barrier(zero), default=lambda: zero)

@@ -11,7 +11,10 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CALLED = re.compile(r"(?:body|calls|to_apply|true_computation|false_computation)=%([\w.\-]+)")
 _CALLED_LIST = re.compile(r"(?:branch_computations|called_computations|calls)=\{([^}]*)\}")
 _CONDITION = re.compile(r"condition=%([\w.\-]+)")
-_BOUND = re.compile(r"ROOT %\S+ = pred\[\]\S* compare\(%\S+, %(\S+)\), direction=LT")
+_BOUND = re.compile(
+    r"ROOT %\S+ = pred\[\]\S* (?:compare\(%\S+, %(\S+)\), direction=LT"
+    r"|fusion\(%\S+, %(\S+)\), .*calls=%wrapped_compare)"
+)
 
 
 @dataclass(frozen=True)
@@ -94,9 +97,9 @@ def loop_trips(text: str) -> list[int]:
 def _bound(condition: list[str]) -> int | None:
     """The constant below which a loop's counter stays: its trips, as jax's counters begin at 0 and go by 1.
 
-    Programs for TPUs do not say how often a loop runs in any other way.
+    Programs for TPUs do not say how often a loop runs in any other way, nor do those for CPUs if XLA was not to know.
     """
     text = "\n".join(condition)
     match = _BOUND.search(text)
-    value = re.search(rf"%{re.escape(match[1])} = s\d+\[\]\S* constant\((\d+)\)", text) if match else None
+    value = re.search(rf"%{re.escape(match[1] or match[2])} = s\d+\[\]\S* constant\((\d+)\)", text) if match else None
     return int(value[1]) if value else None

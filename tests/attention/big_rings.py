@@ -1,13 +1,14 @@
 """Prints, as JSON lines, what XLA says of the laps on rings of 2 to 64 devices; run by test_ring_program.py."""
 
 import json
+from itertools import product
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ringjax.attention import ring_attention
-from ringjax.attention.kernels import XlaKernel
+from ringjax.attention.kernels import BlockKernel, CpuKernel, XlaKernel
 
 LENGTH = 512  # tokens on each device
 
@@ -15,13 +16,14 @@ LENGTH = 512  # tokens on each device
 def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 64)
-    for ring in (2, 4, 8, 64):
-        for what, compiled in laps(ring):
+    for ring, kernel in product((2, 3, 4, 5, 8, 64), (XlaKernel(q_tile=128, k_tile=128), CpuKernel())):
+        for what, compiled in laps(ring, kernel):
             plan, text = compiled.memory_analysis(), compiled.as_text()
             assert plan is not None
             assert text is not None
             row = {
                 "what": what,
+                "kernel": kernel.name,
                 "ring": ring,
                 "temporary_bytes": plan.temp_size_in_bytes,
                 "characters": len(text),
@@ -30,7 +32,7 @@ def main() -> None:
             print(json.dumps(row), flush=True)
 
 
-def laps(ring: int) -> list[tuple[str, jax.stages.Compiled]]:
+def laps(ring: int, kernel: BlockKernel) -> list[tuple[str, jax.stages.Compiled]]:
     """The forward lap, and the backward lap with the forward's residuals as input."""
     mesh = jax.make_mesh((ring,), ("seq",), (AxisType.Auto,), devices=jax.devices()[:ring])
     sharding = NamedSharding(mesh, PartitionSpec(None, "seq"))
@@ -39,7 +41,7 @@ def laps(ring: int) -> list[tuple[str, jax.stages.Compiled]]:
         return jax.ShapeDtypeStruct((1, LENGTH * ring, heads, dim), jnp.float32, sharding=sharding)
 
     def attend(q, k, v):
-        return ring_attention(q, k, v, mesh=mesh, layout="zigzag", kernel=XlaKernel(q_tile=128, k_tile=128))
+        return ring_attention(q, k, v, mesh=mesh, layout="zigzag", kernel=kernel)
 
     def backward(q, k, v, dout):
         return jax.vjp(attend, q, k, v)[1](dout)

@@ -101,25 +101,26 @@ def big_rings():
     command = [sys.executable, str(BIG_RINGS)]
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    return {(row["what"], row["ring"]): row for row in map(json.loads, done.stdout.splitlines())}
+    return {(row["kernel"], row["what"], row["ring"]): row for row in map(json.loads, done.stdout.splitlines())}
 
 
+@pytest.mark.parametrize("kernel", ["xla", "cpu"])
 @pytest.mark.parametrize("what", ["forward", "backward"])
-def test_program_size_does_not_grow_with_the_ring(big_rings, what):
-    assert big_rings[what, 8]["hops"] > 0
-    assert big_rings[what, 64]["characters"] < 1.1 * big_rings[what, 8]["characters"]
+def test_program_size_does_not_grow_with_the_ring(big_rings, what, kernel):
+    small, large = (big_rings[kernel, what, ring] for ring in (8, 64))
+    assert small["hops"] > 0
+    assert large["characters"] < 1.1 * small["characters"]
 
 
-def test_memory_depends_on_the_block_and_not_on_the_ring(big_rings):
+@pytest.mark.parametrize("kernel", ["xla", "cpu"])
+def test_memory_depends_on_the_block_and_not_on_the_ring(big_rings, kernel):
     forward, backward = (
-        [big_rings[what, ring]["temporary_bytes"] for ring in (2, 4, 8, 64)] for what in ("forward", "backward")
+        [big_rings[kernel, what, ring]["temporary_bytes"] for ring in (2, 3, 4, 5, 8, 64)]
+        for what in ("forward", "backward")
     )
     assert 0 < max(forward) <= 1.05 * min(forward), forward
-    assert 0 < max(backward[2:]) <= 1.05 * min(backward[2:]), backward
-    # On the way back small rings differ from that by a block or two: with 2 devices no block is under way while
-    # another is at work, and with 4 the loop has one trip, which XLA writes out.
-    block = 512 * 2 * (16 + 16) * 4
-    assert all(abs(few - backward[3]) <= 4 * block for few in backward[:2]), backward
+    # With 2 or 3 devices, no step of the way back has both a block and a gradient coming: they need less.
+    assert 0 < max(backward) <= 1.05 * min(backward[2:]), backward
 
 
 @pytest.mark.parametrize("wrap", ["scan", "checkpoint"])

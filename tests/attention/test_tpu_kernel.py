@@ -122,11 +122,17 @@ def test_tiles_fit_the_block_and_the_memory(shape, dtype, expected):
     length, group, dim = shape
     q = jax.ShapeDtypeStruct((1, 1, group, length, dim), dtype)
     kv = jax.ShapeDtypeStruct((1, 1, length, 2 * dim), dtype)
-    assert TpuKernel()._tiles(q, kv, ScoreRule(1.0), length, length) == expected  # type: ignore[arg-type]
+    assert TpuKernel()._tiles(q, kv, ScoreRule(1.0), 0, length, length) == expected  # type: ignore[arg-type]
 
 
-def test_changed_scores_take_memory_for_themselves():
+def test_what_else_takes_memory_makes_tiles_smaller_on_tpus_that_have_little():
     q = jax.ShapeDtypeStruct((1, 1, 4, 8192, 128), "bfloat16")
     kv = jax.ShapeDtypeStruct((1, 1, 8192, 256), "bfloat16")
-    plain, changed = (TpuKernel()._tiles(q, kv, rule, 8192, 8192) for rule in (ScoreRule(1.0), ScoreRule(1.0, 5.0)))  # type: ignore[arg-type]
-    assert changed[:2] < plain[:2]
+
+    def tiles(kind, *changes):
+        rule, given = ScoreRule(1.0, *changes), 1 if not changes else 0
+        return TpuKernel.of(kind)._tiles(q, kv, rule, given, 8192, 8192)  # type: ignore[arg-type]
+
+    assert tiles("TPU v4") == tiles("TPU v4", 5.0) == (512, 512, 4)
+    assert tiles("TPU v5") == tiles("TPU v5 lite") == tiles("TPU7x") == tiles("TPU v5", 5.0) == (512, 1024, 4)
+    assert TpuKernel.of("") == TpuKernel()

@@ -21,7 +21,6 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ringjax.attention import Mask, alibi_slopes, ring_attention
-from ringjax.attention.kernels import TpuKernel
 from ringjax.parallel import covered, read_hops
 from ringjax.training.ahead import temporary_bytes
 
@@ -53,10 +52,7 @@ def compiled(generation, packed=False, positions=False, dtype="bfloat16", **opti
         return jax.ShapeDtypeStruct((1, RING * BLOCK, *rest), dtype, sharding=sharding)
 
     def forward(q, k, v, tokens):
-        kernel = TpuKernel()
-        return ring_attention(
-            q, k, v, mesh=mesh, layout="zigzag", kernel=kernel, return_lse=True, **tokens, **options
-        )
+        return ring_attention(q, k, v, mesh=mesh, layout="zigzag", return_lse=True, **tokens, **options)
 
     def pulled(q, k, v, tokens):
         return jax.vjp(lambda q, k, v: forward(q, k, v, tokens), q, k, v)[1]

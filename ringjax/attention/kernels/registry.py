@@ -25,7 +25,7 @@ KERNELS: dict[str, BlockKernel] = {
 PLATFORMS = {"cpu": ("cpu",), "tpu": ("tpu", "splash"), "gpu": ("gpu", "cudnn")}
 
 
-def get_kernel(kernel: str | BlockKernel, platform: str, whole: bool = False) -> BlockKernel:
+def get_kernel(kernel: str | BlockKernel, platform: str, kind: str = "", whole: bool = False) -> BlockKernel:
     """Return the kernel of a name; "auto" is the best one for the devices; a kernel of one's own is itself.
 
     What "auto" takes is logged at level DEBUG, with the reason. A kernel that is named does what is asked or refuses.
@@ -33,6 +33,7 @@ def get_kernel(kernel: str | BlockKernel, platform: str, whole: bool = False) ->
     Args:
       kernel: what is asked for.
       platform: of the devices, as jax calls it: "cpu", "gpu" or "tpu".
+      kind: of the devices, as jax calls it, such as "TPU v5"; "" = any.
       whole: one call of the kernel gives the whole result, as in a ring of one.
 
     Raises:
@@ -41,7 +42,7 @@ def get_kernel(kernel: str | BlockKernel, platform: str, whole: bool = False) ->
     if isinstance(kernel, BlockKernel):
         return kernel
     if kernel == "auto":
-        return _best(platform, whole)
+        return _best(platform, kind, whole)
     if kernel not in KERNELS:
         raise ValueError(f"unknown kernel {kernel!r}; the kernels are auto, {', '.join(KERNELS)}")
     needed = [where for where, names in PLATFORMS.items() if kernel in names]
@@ -50,10 +51,10 @@ def get_kernel(kernel: str | BlockKernel, platform: str, whole: bool = False) ->
             f"kernel {kernel!r} runs on {needed[0].upper()}s, and the devices here are {platform.upper()}s; use "
             "'auto', which takes the best one for them, or 'xla', which runs everywhere"
         )
-    return KERNELS[kernel]
+    return TpuKernel.of(kind) if kernel == "tpu" else KERNELS[kernel]
 
 
-def _best(platform: str, whole: bool) -> BlockKernel:
+def _best(platform: str, kind: str, whole: bool) -> BlockKernel:
     """What "auto" means on these devices: the first kernel here that does not refuse.
 
     In a ring, ringjax's own, which give float32 and add into what is there. The libraries' kernels do not:
@@ -71,7 +72,7 @@ def _best(platform: str, whole: bool) -> BlockKernel:
     """
     missing = None
     if platform == "tpu":
-        kernels = (TpuKernel(),)
+        kernels = (TpuKernel.of(kind),)
     elif platform == "gpu":
         kernels = (CudnnKernel(), GpuKernel()) if whole else (GpuKernel(),)
     elif platform == "cpu":

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from ringjax.attention.kernels.tpu_program import Program, Starts
 
 LANES = 128
+# Of vector memory: what every TPU has, and what these kernels take where there is more.
+LITTLE, ENOUGH = 16 * 2**20, 24 * 2**20
+OLD = ("TPU v2", "TPU v3", "TPU v4")
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class TpuKernel(BlockKernel):
       q_tile: most queries of one head in a tile, a multiple of 128.
       k_tile: most keys of a tile, a multiple of 128.
       rows: most queries in a tile, over all its heads; at least one head is taken.
-      vmem: bytes of vector memory. 16 MB is what TPU v4 has; later ones have more.
+      vmem: bytes of vector memory; see `of`.
       interpret: run step by step in plain jax, on any backend, with tiles of any size: for tests.
 
     Raises:
@@ -43,7 +46,7 @@ class TpuKernel(BlockKernel):
     q_tile: int = 512
     k_tile: int = 1024
     rows: int = 2048
-    vmem: int = 16 * 2**20
+    vmem: int = LITTLE
     interpret: bool = False
     name = "tpu"
 
@@ -54,6 +57,11 @@ class TpuKernel(BlockKernel):
                 raise ValueError(
                     f"TpuKernel.{name} must be a positive multiple of {LANES}, the width of a register; got {tile}"
                 )
+
+    @classmethod
+    def of(cls, kind: str) -> "TpuKernel":
+        """For TPUs of a kind, as jax calls it: those up to v4 have 16 MiB of vector memory, later ones 64 or more."""
+        return cls(vmem=ENOUGH if kind.startswith("TPU") and not kind.startswith(OLD) else LITTLE)
 
     @property
     def apart(self) -> bool:
@@ -94,7 +102,8 @@ class TpuKernel(BlockKernel):
         """What to run, and the tiles at which the slots begin; None if they are not made of tiles of the blocks."""
         from ringjax.attention.kernels.tpu_program import Program
 
-        q_tile, k_tile, heads = self._tiles(q, kv, rule, q_slots.size, k_slots.size)
+        given = sum(x is not None for x in relation.k_tokens)
+        q_tile, k_tile, heads = self._tiles(q, kv, rule, given, q_slots.size, k_slots.size)
         cut = Cut(relation, (q_slots.size, k_slots.size), (q_tile, k_tile))
         program = Program(cut, rule, heads, q.shape[-1], self.vmem, self.interpret)
         sides = ((q_slots, q_tile, q.shape[3]), (k_slots, k_tile, kv.shape[2]))
@@ -102,8 +111,10 @@ class TpuKernel(BlockKernel):
             return program, None
         return program, (q_slots.start // q_tile, k_slots.start // k_tile)
 
-    def _tiles(self, q: jax.Array, kv: jax.Array, rule: ScoreRule, q_len: int, k_len: int) -> tuple[int, int, int]:
-        """Queries of a tile, keys of a tile, and query heads that share a tile of keys."""
+    def _tiles(
+        self, q: jax.Array, kv: jax.Array, rule: ScoreRule, given: int, q_len: int, k_len: int
+    ) -> tuple[int, int, int]:
+        """Queries of a tile, keys of a tile, and query heads that share a tile of keys, with `given` token arrays."""
         group, unit = q.shape[2], 1 if self.interpret else LANES
         q_most, k_most, rows = self.q_tile, self.k_tile, self.rows
         while True:
@@ -111,7 +122,7 @@ class TpuKernel(BlockKernel):
             most = min(group, max(1, rows // q_tile))
             heads = next(heads for heads in range(most, 0, -1) if group % heads == 0)
             dims = q.shape[-1], kv.shape[-1] - q.shape[-1]
-            if _bytes(q_tile, k_tile, heads, *dims, q.dtype.itemsize, rule) <= self.vmem:
+            if _bytes(q_tile, k_tile, heads, *dims, q.dtype.itemsize, rule, given) <= self.vmem:
                 return q_tile, k_tile, heads
             if k_tile > 256:
                 k_most = _half(k_tile)
@@ -127,11 +138,14 @@ def _divides(tile: int, slots: Slots) -> bool:
     return slots.unit % tile == 0 and slots.size % tile == 0
 
 
-def _bytes(q_tile: int, k_tile: int, heads: int, dim: int, value_dim: int, size: int, rule: ScoreRule) -> int:
+def _bytes(
+    q_tile: int, k_tile: int, heads: int, dim: int, value_dim: int, size: int, rule: ScoreRule, given: int
+) -> int:
     """What a step needs, for numbers of `size` bytes: tiles, twice if they come or go meanwhile, and scores.
 
     Of scores and their kin about four in float32 are alive at a time, one more if scores are changed, and the pieces
-    of float32 operands besides: as compiled, with the widths used here.
+    of float32 operands besides: as compiled, with the widths used here. What is given of each key is turned from a
+    row of lanes into a column, which takes a tile of its own.
     """
     width, value_width, both = (-(-x // LANES) * LANES for x in (dim, value_dim, dim + value_dim))
     queries, keys, scores = heads * q_tile, k_tile * both, q_tile * k_tile
@@ -139,7 +153,8 @@ def _bytes(q_tile: int, k_tile: int, heads: int, dim: int, value_dim: int, size:
     of_queries = queries * (width * (2 * size + 4 * 4 + 4) + value_width * 2 * size) + keys * 2 * size
     of_keys = queries * (width + value_width) * 2 * size + keys * (2 * size + 4 * 4)
     changed = rule.softcap is not None or rule.needs_positions
-    return max(forward, of_queries, of_keys) + scores * 4 * (2 + size + changed)
+    columns = given * k_tile * LANES * 4
+    return max(forward, of_queries, of_keys) + scores * 4 * (2 + size + changed) + columns
 
 
 def _tile(length: int, most: int, unit: int) -> int:
