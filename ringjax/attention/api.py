@@ -133,7 +133,7 @@ def ring_attention(
     if positions is None:
         mask = mask.within(k.shape[1])
     device = _device(mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh)
-    block_kernel = get_kernel(kernel, device.platform, device.device_kind, whole=size == 1)
+    block_kernel = get_kernel(kernel, *device, whole=size == 1)
     ring = Ring(axes.seq, size, get_layout(layout), mask, rule, block_kernel)
 
     fill_q, fill_k = (_Filling(ring.layout, x.shape[1], size) for x in (q, k))
@@ -243,8 +243,7 @@ def ring_attention_shard(
     heads = _heads(slopes, seed, sequences, _numbers((axes.head,) if axes.head else (), num_heads))
     if positions is None:
         mask = mask.within(k.shape[1] * size)
-    device = _device(jax.sharding.get_abstract_mesh())
-    block_kernel = get_kernel(kernel, device.platform, device.device_kind, whole=size == 1)
+    block_kernel = get_kernel(kernel, *_device(jax.sharding.get_abstract_mesh()), whole=size == 1)
     ring = Ring(axes.seq, size, ring_layout, mask, rule, block_kernel)
     inputs = _varying_alike((q, k, v, Side(*tokens, heads)), axes.seq)
     out, lse = attention(LocalProgram(ring), *inputs)  # type: ignore[misc]
@@ -371,10 +370,13 @@ def _mesh(mesh: Mesh | AbstractMesh | None, seq_axis: str, q: Any) -> Mesh | Abs
     return mesh
 
 
-def _device(mesh: AbstractMesh) -> jax.Device | jax.sharding.AbstractDevice:
-    """What the mesh is made of, which need not be this machine's; a mesh of no devices runs on jax's default ones."""
-    device = mesh.abstract_device
-    return jax.devices()[0] if device is None else device
+def _device(mesh: AbstractMesh) -> tuple[str, str]:
+    """Platform and kind of the mesh's devices, which need not be this machine's.
+
+    A mesh of no devices runs on jax's default ones.
+    """
+    device = mesh.abstract_device or jax.devices()[0]
+    return device.platform, device.device_kind
 
 
 def _manual_axes() -> tuple[str, ...]:

@@ -178,7 +178,7 @@ class Advice:
             if one is not self.best:
                 lines.append(f"   {one.seconds / self.best.seconds:.2f} x the best: {_reason(one, self.best)}")
         heads = self.config.model.heads / self.config.model.kv_heads
-        fused = is_fused(self.config, self.machine)
+        fused = is_fused(self.config)
         wins = gather_wins_from(self.machine.chip, self.machine.chip.link, fused)
         lines += [
             "",

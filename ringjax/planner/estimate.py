@@ -114,9 +114,9 @@ class Estimate:
         return tokens / self.tokens_per_s / 86_400
 
 
-def is_fused(config: Config, machine: Machine) -> bool:
-    """Whether the kernel that runs there merges partial results by itself."""
-    return config.attention.kernel != "xla" and machine.chip.platform != "cpu"
+def is_fused(config: Config) -> bool:
+    """Whether the block kernel merges partial results by itself, as ringjax's own for each platform do."""
+    return config.attention.kernel not in ("xla", "splash", "cudnn")
 
 
 def laps(
@@ -133,7 +133,7 @@ def laps(
             documents,
             window,
             config.train.precision,
-            is_fused(config, machine),
+            is_fused(config),
         )
         found.append(Window(window, layers, *attention.laps(machine.chip, link)))
     return tuple(found)
