@@ -13,6 +13,7 @@ import pytest
 
 from ringjax.config import Config, load_config
 from ringjax.planner import CHIPS
+from ringjax.planner.memory import memory
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs" / "run").glob("*.yaml"))
@@ -88,6 +89,13 @@ def test_headers_agree_with_their_configs(path):
     hops, layers = config.mesh.seq - 1, config.model.layers
     assert number(told["hops"]) == layers * (4 * hops - 1 if config.train.remat == "full" else 3 * hops)
     assert told["covered"] == told["hops"]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_planner_says_what_their_headers_say(path):
+    told, config = header(path), load_config(path)
+    predicted = memory(config, config.model.vocab_size, CHIPS[told["chip"]].platform)
+    assert 0.95 <= predicted.total / 2**30 / number(told["peak"]) <= 1.15
 
 
 @pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs the extra cuda13-compiler")
