@@ -94,6 +94,7 @@ def test_headers_agree_with_their_configs(path):
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_the_planner_says_what_their_headers_say(path):
     told, config = header(path), load_config(path)
+    assert config.model.vocab_size is not None
     predicted = memory(config, config.model.vocab_size, CHIPS[told["chip"]].platform)
     assert 0.95 <= predicted.total / 2**30 / number(told["peak"]) <= 1.15
 

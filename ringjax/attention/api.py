@@ -27,7 +27,7 @@ from ringjax.attention.mask import AnyArray, Mask, Tokens
 from ringjax.attention.program import GlobalProgram, LocalProgram, attention, compiled_attention
 from ringjax.attention.ring import Ring, Side
 from ringjax.attention.scores import Heads, ScoreRule, head_noise
-from ringjax.attention.softmax import finite_or_zero
+from ringjax.attention.softmax import finite_or_zero, sink_share
 
 
 def ring_attention(
@@ -266,12 +266,14 @@ class _Filling:
         if not self.needed:
             return jnp.asarray(x)
         widths = [(0, 0), (0, self.full - self.length)] + [(0, 0)] * (x.ndim - 2)
-        x = jnp.pad(x, widths, constant_values=value)
-        if self._at_end:
-            return x
-        # Slot of the input for each slot of the result; those of padding take one that has been added.
-        source = np.where(self._real, np.cumsum(self._real) - 1, self.length)
-        return x.take(source, axis=1)
+        x = jnp.pad(x, widths)
+        if not self._at_end:
+            # Slot of the input for each slot of the result; those of padding take one that has been added.
+            source = np.where(self._real, np.cumsum(self._real) - 1, self.length)
+            x = x.take(source, axis=1)
+        # Not as the value of the pad: where one array is padded twice with two values, XLA's partitioner gives both
+        # the first one (jax 0.10.2).
+        return jnp.where(self._real.reshape(1, -1, *[1] * (x.ndim - 2)), x, value) if value else x
 
     def take(self, x: jax.Array) -> jax.Array:
         """The inverse of `fill`."""
@@ -342,7 +344,7 @@ def _rule(
 def _finished(out: jax.Array, lse: jax.Array, sinks: jax.Array | None, return_lse: bool) -> Any:
     """What the caller gets: with sinks out * exp(lse) / (exp(lse) + exp(sink)), and the lse if asked for."""
     if sinks is not None:
-        share = jax.nn.sigmoid(finite_or_zero(lse) - sinks)  # 0 stays 0 where there is no key
+        share = sink_share(finite_or_zero(lse) - sinks)  # 0 stays 0 where there is no key
         out = (out.astype(jnp.float32) * share[..., None]).astype(out.dtype)
     return (out, lse) if return_lse else out
 

@@ -21,7 +21,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 def check_options(mask: Mask, scale: Any, softcap: Any, strategy: Any, return_lse: Any) -> None:
     """Options that are no arrays."""
     if not isinstance(mask, Mask):
-        raise ValueError(f"mask must be a Mask, such as Mask(causal=True), got {mask!r}")
+        raise ValueError(f"mask must be a Mask, such as Mask(causal=True), got {_described(mask)}")
     if scale is not None and not _is_number(scale):
         raise ValueError(f"scale must be a finite number, known when the program is built (static); got {scale!r}")
     if softcap is not None and not (_is_number(softcap) and np.float32(softcap) > 0):

@@ -165,6 +165,8 @@ def get_layout(name: str) -> Layout:
     Raises:
       ValueError: there is no such layout.
     """
-    if not isinstance(name, str) or name not in LAYOUTS:
+    if not isinstance(name, str):
+        raise ValueError(f"a layout is given by its name, one of {', '.join(LAYOUTS)}; got {type(name).__name__}")
+    if name not in LAYOUTS:
         raise ValueError(f"unknown layout {name!r}; the layouts are {', '.join(LAYOUTS)}")
     return LAYOUTS[name]

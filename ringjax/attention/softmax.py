@@ -84,6 +84,22 @@ def finite_or_zero(lse: jax.Array) -> jax.Array:
     return jnp.where(jnp.isneginf(lse), 0.0, lse)
 
 
+@jax.custom_jvp
+def sink_share(excess: jax.Array) -> jax.Array:
+    """sigmoid(lse - sink), the weight that a sink leaves to the keys.
+
+    With a derivative that stays exact where nearly all is left to them: jax's own subtracts the share from 1.
+    """
+    return jax.nn.sigmoid(excess)
+
+
+@sink_share.defjvp
+def _sink_share_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    (excess,), (tangent,) = primals, tangents
+    share = jax.nn.sigmoid(excess)
+    return share, tangent * share * jax.nn.sigmoid(-excess)
+
+
 def filled(like: jax.Array, shape: tuple[int, ...], value: float = 0.0) -> jax.Array:
     """A float32 array of one value that varies over the same manual mesh axes as `like`.
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from ringjax.attention import Mask, ring_attention, ring_attention_shard
+from ringjax.attention import Mask, get_layout, ring_attention, ring_attention_shard
 
 
 def arrays(q=(2, 16, 4, 8), k=(2, 16, 2, 8), v=(2, 16, 2, 8), dtype=jnp.float32):
@@ -28,7 +28,10 @@ CASES = {
     "integers": (arrays(dtype=jnp.int32), {}, "one dtype, of float32, bfloat16, float16; got q int32"),
     "mixed": ([*arrays()[:2], arrays(dtype=jnp.bfloat16)[2]], {}, "one dtype.*v bfloat16"),
     "layout": (arrays(), {"layout": "spiral"}, "unknown layout 'spiral'"),
+    "layout type": (arrays(), {"layout": get_layout("zigzag")}, "a layout is given by its name.*got Zigzag"),
     "kernel": (arrays(), {"kernel": "magic"}, "unknown kernel 'magic'"),
+    "kernel type": (arrays(), {"kernel": ["xla"]}, "a kernel is given by its name.*got list"),
+    "mask type": (arrays(), {"mask": np.ones((16, 16), bool)}, r"mask must be a Mask.*got bool \(16, 16\)"),
     "strategy": (arrays(), {"strategy": "telepathy"}, "unknown strategy 'telepathy'"),
     "softcap": (arrays(), {"softcap": 0.0}, "softcap must be None or a finite number above 0, static; got 0.0"),
     "softcap type": (arrays(), {"softcap": True}, "softcap must be None or a finite number above 0.*True"),
@@ -66,7 +69,7 @@ CASES = {
     "head axis type": (arrays(), {"head_axis": 0}, "head_axis one or None; got 'seq', 0"),
     "no head axis": (arrays(), {"head_axis": ""}, "the mesh has no axis ''"),
     "lse": (arrays(), {"return_lse": 1}, "return_lse must be True or False, got 1"),
-    "layouts": (arrays(), {"layout": ["zigzag"]}, r"unknown layout \['zigzag'\]"),
+    "layouts": (arrays(), {"layout": ["zigzag"]}, r"a layout is given by its name.*got list"),
     "cross alibi": (
         arrays(k=(2, 8, 2, 8), v=(2, 8, 2, 8)),
         {"mask": Mask(causal=False), "alibi_slopes": np.ones(4)},

@@ -87,6 +87,32 @@ def test_positions_given_as_data_in_any_order(problem, layout):
     assert all(error <= BARS[name] for name, error in errors.items()), errors
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("segments", [None, 0])
+def test_padding_inside_is_hidden_where_positions_and_segments_are_the_same_numbers(problem, layout, segments):
+    """XLA's partitioner has been seen to fill both as it fills the first of them."""
+    case = problem(seq=43, mask=Mask(window=5))
+    object.__setattr__(case, "positions", np.zeros((2, 43), np.int32))
+    object.__setattr__(case, "segments", None if segments is None else np.full((2, 43), segments, np.int32))
+    check(case, 4, layout)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "xla"])
+def test_a_second_derivative_is_refused(mesh_of, kernel):
+    def loss(x):
+        return ring_attention(x, x, x, mesh=mesh_of(2), kernel=kernel).sum()
+
+    with pytest.raises(NotImplementedError, match="a first derivative and no second one"):
+        jax.grad(lambda x: jax.grad(loss)(x).sum())(jnp.ones((1, 8, 1, 4)))
+
+
+def test_the_gradient_of_sinks_that_take_next_to_nothing(problem):
+    case = problem(with_sinks=True)
+    object.__setattr__(case, "sinks", np.array([-4, -8, -12, 3], np.float32))
+    found, want = case.run(2, "zigzag", SMALL)["dsinks"], case.answer["dsinks"]
+    np.testing.assert_allclose(found, want, rtol=1e-4)  # each by itself, however small
+
+
 @pytest.mark.parametrize("axes", [{"data": 2}, {"tensor": 2}, {"data": 2, "tensor": 2}])
 def test_other_mesh_axes_share_batch_and_heads(problem, mesh_of, axes):
     check(problem(packed=True), 2, "zigzag", mesh=mesh_of(2, **axes))

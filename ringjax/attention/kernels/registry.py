@@ -41,6 +41,8 @@ def get_kernel(kernel: str | BlockKernel, platform: str, kind: str = "", whole: 
     """
     if isinstance(kernel, BlockKernel):
         return kernel
+    if not isinstance(kernel, str):
+        raise ValueError(f"a kernel is given by its name or is a BlockKernel; got {type(kernel).__name__}")
     if kernel == "auto":
         return _best(platform, kind, whole)
     if kernel not in KERNELS:
