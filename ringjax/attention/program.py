@@ -104,6 +104,7 @@ def attention(program: LocalProgram | GlobalProgram, q, k, v, side: Side):
 
 
 def _attention_fwd(program, q, k, v, side: Side):
+    q, k, v = _differentiated_once((q, k, v))
     out, lse = program.forward(q, k, v, side)
     # Named, so that a rematerialisation policy can keep them and never replay a lap of the ring.
     out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
