@@ -119,8 +119,10 @@ def test_memory_depends_on_the_block_and_not_on_the_ring(big_rings, kernel):
         for what in ("forward", "backward")
     )
     assert 0 < max(forward) <= 1.05 * min(forward), forward
-    # With 2 or 3 devices, no step of the way back has both a block and a gradient coming: they need less.
-    assert 0 < max(backward) <= 1.05 * min(backward[2:]), backward
+    assert 0 < max(backward) <= 1.05 * min(backward[1:]), backward
+    # With 2 devices no block is under way while another is at work: they need less, by a few blocks.
+    block = 512 * 2 * (16 + 16) * 4
+    assert backward[-1] - backward[0] <= 4 * block, backward
 
 
 @pytest.mark.parametrize("wrap", ["scan", "checkpoint"])
