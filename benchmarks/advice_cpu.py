@@ -57,12 +57,11 @@ def main() -> None:
     advice = advise(config, VOCAB, Machine("this machine", chip, args.devices, 1))
     candidates = [one for one in advice.ranked if one.strategy.runs][: args.most]
     times = measure([step(config, one) for one in candidates], args.rounds)
-    # Round by round, since the machine's mood changes from one to the next.
-    slower = [statistics.median(a / b for a, b in zip(times[0], mine, strict=True)) for mine in times]
+    behind = times_the_best(times)
     print(f"{'mesh':28} {'planned s':>10} {'measured s':>11} {'x best measured':>16}")
-    for one, mine, ahead in zip(candidates, times, slower, strict=True):
-        print(f"{one!s:28} {one.seconds:10.3f} {statistics.median(mine):11.3f} {max(slower) / ahead:16.2f}")
-    print(f"\nthe advised mesh, {candidates[0]}, takes {max(slower):.2f} x the best measured step")
+    for one, mine, ratio in zip(candidates, times, behind, strict=True):
+        print(f"{one!s:28} {one.seconds:10.3f} {statistics.median(mine):11.3f} {ratio:16.2f}")
+    print(f"\nthe advised mesh, {candidates[0]}, takes {behind[0]:.2f} x the best measured step")
 
 
 def arguments() -> argparse.Namespace:
@@ -150,7 +149,7 @@ def timed(function: Callable, inputs: tuple, rounds: int) -> float:
     return statistics.median(seconds)
 
 
-def step(config: Config, candidate: Candidate) -> Callable[[], None]:
+def step(config: Config, candidate: Candidate) -> Callable[[], object]:
     """A function that takes one train step on the candidate's mesh."""
     run = config.model_copy(update={"mesh": MeshConfig.model_validate(candidate.mesh)})
     mesh = make_mesh(run.mesh)
@@ -180,7 +179,7 @@ def step(config: Config, candidate: Candidate) -> Callable[[], None]:
     return once
 
 
-def measure(steps: list[Callable[[], None]], rounds: int) -> list[list[float]]:
+def measure(steps: list[Callable[[], object]], rounds: int) -> list[list[float]]:
     """Seconds of each in each round, which runs all of them; the first, unmeasured, compiles."""
     seconds: list[list[float]] = [[] for _ in steps]
     for number in range(rounds + 1):
@@ -190,6 +189,12 @@ def measure(steps: list[Callable[[], None]], rounds: int) -> list[list[float]]:
             if number:
                 mine.append(time.perf_counter() - start)
     return seconds
+
+
+def times_the_best(times: list[list[float]]) -> list[float]:
+    """How many times as long each takes as the best: round by round, since the machine's mood changes meanwhile."""
+    ahead = [statistics.median(a / b for a, b in zip(times[0], mine, strict=True)) for mine in times]
+    return [max(ahead) / one for one in ahead]
 
 
 if __name__ == "__main__":

@@ -16,14 +16,13 @@ import os
 import platform
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from datetime import date
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from advice_cpu import measured_chip
+from advice_cpu import measure, measured_chip, times_the_best
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ringjax.attention import get_layout, ring_attention, ring_attention_shard
@@ -59,17 +58,15 @@ def main() -> None:
             np.random.default_rng(i).normal(size=(1, args.seq, n, DIM)).astype(np.float32)
             for i, n in enumerate((heads, kv_heads, kv_heads, heads))
         ]
-        times = timed([built(one, args.devices, arrays) for _, _, one in planned], args.rounds)
-        # Round by round, since the machine's mood changes from one to the next.
-        slower = [statistics.median(a / b for a, b in zip(times[0], mine, strict=True)) for mine in times]
-        fastest = max(slower)
-        for (seconds, name, _), mine, ahead in zip(planned, times, slower, strict=True):
+        times = measure([built(one, args.devices, arrays) for _, _, one in planned], args.rounds)
+        behind = times_the_best(times)
+        for (seconds, name, _), mine, ratio in zip(planned, times, behind, strict=True):
             print(
                 f"{f'{heads} / {kv_heads}':10} {name:14} {seconds:10.3f} {statistics.median(mine):11.3f} "
-                f"{fastest / ahead:10.2f}",
+                f"{ratio:10.2f}",
                 flush=True,
             )
-        worst = max(worst, fastest)
+        worst = max(worst, behind[0])
     print(f"\nthe strategy that is planned to be fastest takes at most {worst:.2f} x the fastest measured")
 
 
@@ -154,17 +151,6 @@ def agree(gradients: list[np.ndarray], natural: list[np.ndarray]) -> None:
         error = np.linalg.norm(mine - np.asarray(theirs)) / np.linalg.norm(theirs)
         if error > 1e-5:
             raise SystemExit(f"a strategy differs from one device by {error:.1e}")
-
-
-def timed(runs: list[Run], rounds: int) -> list[list[float]]:
-    """Seconds of each in each round, all in turn."""
-    seconds: list[list[float]] = [[] for _ in runs]
-    for _ in range(rounds):
-        for run, mine in zip(runs, seconds, strict=True):
-            start = time.perf_counter()
-            run()
-            mine.append(time.perf_counter() - start)
-    return seconds
 
 
 if __name__ == "__main__":
