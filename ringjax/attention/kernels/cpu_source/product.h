@@ -37,6 +37,8 @@ inline void multiply_block(const Product& p, long row, long col) {
   }
   const float *a = p.a + row * p.a_row, *b = p.b + col;
   const long a_row = p.a_row, a_col = p.a_col, b_row = p.b_row;
+  // Unrolled, since two threads of one core share what decodes instructions.
+#pragma GCC unroll 4
   for (long t = p.depth; t; t--, a += a_col, b += b_row) {
     Vec of_b[N];
 #pragma GCC unroll 8
