@@ -1,12 +1,13 @@
 """The command `ringjax`: reads arguments, calls the package, turns the user's mistakes into messages.
 
-Exit status: 0 done; 1 a mistake of the user, 2 one in the arguments or settings; 75 stopped by SIGTERM and 130 by
-Ctrl-C, after saving. Anything unexpected keeps its traceback.
+Exit status: 0 done; 1 a mistake of the user, or a run that does not fit its machine; 2 a mistake in the arguments or
+settings; 75 stopped by SIGTERM and 130 by Ctrl-C, after saving. Anything unexpected keeps its traceback.
 """
 
 import argparse
 import json
 import os
+import re
 import sys
 import textwrap
 import traceback
@@ -83,6 +84,24 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     )
 
 
+class _Once(argparse.Action):
+    """Stores a value, and refuses a second one: which of two was meant nobody can know."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        given = namespace.__dict__.setdefault("given", set())
+        if self.dest in given:
+            raise argparse.ArgumentError(self, "is there twice; leave one out")
+        given.add(self.dest)
+        setattr(namespace, self.dest, values)
+
+
+def _whole(text: str) -> int:
+    """A whole number in plain digits; Python's own would also take 4_0."""
+    if not re.fullmatch(r"-?\d{1,18}", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}")
+    return int(text)
+
+
 def _add_traceback(parser: argparse.ArgumentParser) -> None:
     """What every command takes."""
     parser.add_argument("--traceback", action="store_true", help="show where in the code an error was found")
@@ -115,7 +134,7 @@ def _add_launch(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("where", choices=["local"], help="on this machine")
-    parser.add_argument("--procs", type=int, required=True, metavar="N", help="processes")
+    parser.add_argument("--procs", action=_Once, type=_whole, required=True, metavar="N", help="processes")
     _add_settings(parser)
     _add_traceback(parser)
     parser.set_defaults(command=_launch)
@@ -135,16 +154,28 @@ def _add_plan(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]")
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_settings(parser)
-    parser.add_argument("--hardware", metavar="NAME", help="the chip, as h100 or v5p")
-    parser.add_argument("--devices", type=int, metavar="N", help="how many; default: those of the mesh")
-    parser.add_argument("--topology", metavar="NAME", help="instead of both: as v5p:4x4x8, h100:8 or h100:4x8")
-    parser.add_argument("--hardware-file", metavar="FILE", help="YAML with chips of one's own and measured rates")
-    parser.add_argument("--network", metavar="NAME", help="between hosts of GPUs: 100g, 200g or 400g for each GPU")
-    parser.add_argument("--documents", metavar="N,N,...", help="tokens of the documents of a row, again and again")
-    parser.add_argument("--tokens", type=float, metavar="N", help="to train on in all, as 1e12")
+    parser.add_argument("--hardware", action=_Once, metavar="NAME", help="the chip, as h100 or v5p")
+    parser.add_argument(
+        "--devices", action=_Once, type=_whole, metavar="N", help="how many; default: those of the mesh"
+    )
+    parser.add_argument(
+        "--topology", action=_Once, metavar="NAME", help="instead of both: as v5p:4x4x8, h100:8 or h100:4x8"
+    )
+    parser.add_argument(
+        "--hardware-file", action=_Once, metavar="FILE", help="YAML with chips of one's own and measured rates"
+    )
+    parser.add_argument(
+        "--network", action=_Once, metavar="NAME", help="between hosts of GPUs: 100g, 200g or 400g for each GPU"
+    )
+    parser.add_argument(
+        "--documents", action=_Once, metavar="N,N,...", help="tokens of the documents of a row, again and again"
+    )
+    parser.add_argument("--tokens", action=_Once, type=float, metavar="N", help="to train on in all, as 1e12")
     parser.add_argument("--advise", action="store_true", help="rank all meshes and strategies that fit")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--plot", metavar="FILE", help="draw timeline, memory and ring sizes (extra plot)")
+    parser.add_argument(
+        "--plot", action=_Once, metavar="FILE", help="draw timeline, memory and ring sizes (extra plot)"
+    )
     _add_traceback(parser)
     parser.set_defaults(command=_plan)
 
@@ -176,7 +207,7 @@ def _plan(args: argparse.Namespace) -> int:
         plot=args.plot,
     )
     print(json.dumps(result.as_dict()) if args.json else result)
-    return 0
+    return 0 if args.advise or result.fits else 1
 
 
 def _add_compile(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -195,13 +226,14 @@ def _add_compile(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser
     _add_settings(parser)
     parser.add_argument(
         "--topology",
+        action=_Once,
         required=True,
         metavar="NAME",
         help="v4, v5e, v5p, v6e or tpu7x and the sides of the slice in chips, as v5p:4x4x8; or a100, h100, h200 or "
         "b200 and the GPUs, or hosts x GPUs, as h100:8 or h100:4x8",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--save-text", metavar="FILE", help="write the program's text there")
+    parser.add_argument("--save-text", action=_Once, metavar="FILE", help="write the program's text there")
     _add_traceback(parser)
     parser.set_defaults(command=_compile)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from ringjax.attention.kernels import get_kernel
+from ringjax.attention.kernels import KernelError, get_kernel
 from ringjax.config import Config, ConfigError, UserError, check_config
 from ringjax.data import get_tokenizer
 from ringjax.models import count_parameters
@@ -145,7 +145,7 @@ def check_machine(config: Config, topology: str) -> None:
         problems.append(f"run.platform={config.run.platform}, and {topology} is a {chip.platform}: leave it out")
     try:
         get_kernel(config.attention.kernel, chip.platform)
-    except ValueError as error:
+    except KernelError as error:
         problems.append(f"attention.kernel: {error}")
     if problems:
         raise ConfigError(problems)

@@ -12,6 +12,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ringjax.attention.kernels import KernelError
 from ringjax.config import VOCAB_MULTIPLE, Config, ConfigError
 from ringjax.optim import build_optimizer
 from ringjax.parallel import Schedule, activation_sharding
@@ -52,6 +53,9 @@ def build_programs(config: Config, vocab_size: int, mesh: Mesh) -> Programs:
       config: a whole run.
       vocab_size: rows of the embedding.
       mesh: current (`jax.set_mesh`) now and whenever the programs are called or lowered.
+
+    Raises:
+      ConfigError: the attention kernel that the settings name cannot do what they ask of it.
     """
     optimizer, learning_rate = build_optimizer(config.optim, config.train.steps)
     state = abstract_state(config, vocab_size, optimizer, mesh)
@@ -62,19 +66,26 @@ def build_programs(config: Config, vocab_size: int, mesh: Mesh) -> Programs:
     everywhere = NamedSharding(mesh, PartitionSpec())  # every process reads the results
     place = activation_sharding(mesh, "rows", "seq")
     shape = (config.data.batch, config.data.seq_len)
+    batch = {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=place) for name, dtype in _BATCH.items()}
+    evaluate = jax.jit(partial(loss_sum, definition), out_shardings=everywhere)
+    if config.attention.kernel != "auto":  # which finds one that can
+        try:
+            evaluate.trace(state.params, batch)
+        except KernelError as error:
+            raise ConfigError([f"attention.kernel: {error}"]) from error
     return Programs(
         definition=definition,
         optimizer=optimizer,
         schedule=Schedule(config.mesh.stage, config.train.rounds, config.microbatches),
         state=state,
-        batch={name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=place) for name, dtype in _BATCH.items()},
+        batch=batch,
         step=jax.jit(
             step,
             donate_argnums=0,
             out_shardings=(shardings, everywhere),
             compiler_options=_compiler_options(config, mesh),
         ),
-        evaluate=jax.jit(partial(loss_sum, definition), out_shardings=everywhere),
+        evaluate=evaluate,
     )
 
 

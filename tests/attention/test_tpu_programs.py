@@ -34,6 +34,7 @@ CASES = {
     "positions": {"packed": True, "positions": True},
     "scores": {"softcap": 5.0, "alibi_slopes": alibi_slopes(HEADS), "dropout_rate": 0.1, "dropout_seed": 1},
     "float32": {"dtype": "float32"},
+    "splash": {"kernel": "splash", "scale": 0.125},  # which it takes only as a power of two
 }
 
 pytestmark = pytest.mark.skipif(
@@ -137,7 +138,8 @@ def test_laps_compile_within_their_memory(generation, case):
     assert [row["lap"] for row in rows] == ["forward", "backward"]
     for row in rows:
         assert row["kernels"] >= 2, row
-        assert row["temporary_bytes"] <= 1.15 * row["needed_bytes"], row
+        if case != "splash":  # README: it takes more
+            assert row["temporary_bytes"] <= 1.15 * row["needed_bytes"], row
     if case == "causal" and generation != "tpu7x":
         assert [(row["covered"], row["hops"]) for row in rows] == [(RING - 1,) * 2, (2 * (RING - 1),) * 2]
 

@@ -199,6 +199,26 @@ def test_wrong_options_are_told_what_to_change(capsys, words, message):
 
 
 @pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--hardware", "h100", "--hardware", "a100"), "argument --hardware: is there twice; leave one out"),
+        (("--hardware", "h100", "--devices", "4_0"), "argument --devices: must be a whole number, got '4_0'"),
+    ],
+)
+def test_options_that_are_not_read(capsys, words, message):
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", QUICKSTART, *words])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_plan_that_does_not_fit_is_shown_and_fails(capsys):
+    words = ("--hardware", "h100", "model.layers=64", "model.dim=8192", "model.heads=64", "model.mlp_dim=32768")
+    assert main(["plan", QUICKSTART, *words]) == 1
+    assert "DOES NOT FIT into 79.11 GiB" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("topology", "message"),
     [
         ("v5p:4x4", "a v5p slice has 3 sides"),

@@ -1,6 +1,15 @@
 """Attention of one block against one block: the interface and its implementations."""
 
-from ringjax.attention.kernels.base import BlockKernel, Gradients, Lead, Order, Relation, Slots, all_slots
+from ringjax.attention.kernels.base import (
+    BlockKernel,
+    Gradients,
+    KernelError,
+    Lead,
+    Order,
+    Relation,
+    Slots,
+    all_slots,
+)
 from ringjax.attention.kernels.cpu import CpuKernel
 from ringjax.attention.kernels.cudnn import CudnnKernel
 from ringjax.attention.kernels.gpu import GpuKernel
@@ -15,6 +24,7 @@ __all__ = [
     "CudnnKernel",
     "GpuKernel",
     "Gradients",
+    "KernelError",
     "Lead",
     "Order",
     "Relation",

@@ -11,6 +11,10 @@ from ringjax.attention.scores import Heads, ScoreRule
 from ringjax.attention.softmax import Partial
 
 
+class KernelError(ValueError):
+    """A kernel that was asked for by name cannot do what it is asked."""
+
+
 class Order(Enum):
     """What is known, before any data is seen, of the positions of a query block and of a key block."""
 

@@ -23,6 +23,8 @@ from pathlib import Path
 
 import jax
 
+from ringjax.attention.kernels.base import KernelError
+
 logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).parent / "cpu_source"
@@ -49,11 +51,11 @@ def targets(flags: tuple[str, ...]) -> dict[str, str]:
       flags: of the compiler, for the kind of CPU.
 
     Raises:
-      ValueError: they cannot be had.
+      KernelError: they cannot be had.
     """
     found = _targets_or_problem(flags)
     if isinstance(found, str):
-        raise ValueError(f"kernel 'cpu' cannot run: {found}; or use kernel='xla', which needs nothing")
+        raise KernelError(f"kernel 'cpu' cannot run: {found}; or use kernel='xla', which needs nothing")
     return found
 
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
-from ringjax.attention.kernels.base import BlockKernel, Relation
+from ringjax.attention.kernels.base import BlockKernel, KernelError, Relation
 from ringjax.attention.scores import ScoreRule
 
 T = TypeVar("T")
@@ -48,11 +48,11 @@ def insist(kernel: BlockKernel, q: jax.Array, kv: jax.Array, relation: Relation,
     """Refuse what the kernel cannot do.
 
     Raises:
-      ValueError: there is a reason.
+      KernelError: there is a reason.
     """
     reason = kernel.refusal(q, kv, relation, rule)
     if reason is not None:
-        raise ValueError(
+        raise KernelError(
             f"kernel {kernel.name!r} cannot do what is asked for here: {reason}; use 'auto', which takes the best "
             "kernel that can"
         )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import jax
 
-from ringjax.attention.kernels.base import BlockKernel, Gradients, Relation, Slots
+from ringjax.attention.kernels.base import BlockKernel, Gradients, KernelError, Relation, Slots
 from ringjax.attention.kernels.cpu import CpuKernel
 from ringjax.attention.kernels.cudnn import CudnnKernel
 from ringjax.attention.kernels.gpu import GpuKernel
@@ -37,19 +37,19 @@ def get_kernel(kernel: str | BlockKernel, platform: str, kind: str = "", whole: 
       whole: one call of the kernel gives the whole result, as in a ring of one.
 
     Raises:
-      ValueError: there is no such kernel, or it does not run on these devices.
+      KernelError: there is no such kernel, or it does not run on these devices.
     """
     if isinstance(kernel, BlockKernel):
         return kernel
     if not isinstance(kernel, str):
-        raise ValueError(f"a kernel is given by its name or is a BlockKernel; got {type(kernel).__name__}")
+        raise KernelError(f"a kernel is given by its name or is a BlockKernel; got {type(kernel).__name__}")
     if kernel == "auto":
         return _best(platform, kind, whole)
     if kernel not in KERNELS:
-        raise ValueError(f"unknown kernel {kernel!r}; the kernels are auto, {', '.join(KERNELS)}")
+        raise KernelError(f"unknown kernel {kernel!r}; the kernels are auto, {', '.join(KERNELS)}")
     needed = [where for where, names in PLATFORMS.items() if kernel in names]
     if needed and platform not in needed:
-        raise ValueError(
+        raise KernelError(
             f"kernel {kernel!r} runs on {needed[0].upper()}s, and the devices here are {platform.upper()}s; use "
             "'auto', which takes the best one for them, or 'xla', which runs everywhere"
         )
