@@ -14,6 +14,8 @@ _NAME = re.compile(r"([a-z]\w*):(\d+(?:x\d+)*)", re.ASCII)
 _EXAMPLES = "v5p:4x4x8, v5e:16x16 (chips along each side of a TPU slice), h100:8, h100:4x8 (hosts x GPUs of a host)"
 MOST_DEVICES = 2**20
 SLICE_DIMS = {"v4": 3, "v5e": 2, "v5p": 3, "v6e": 2, "tpu7x": 3}  # sides of a slice
+# Chips of a whole pod, the largest slice (Google Cloud's pages of each version).
+POD_CHIPS = {"v4": 4096, "v5e": 256, "v5p": 8960, "v6e": 256, "tpu7x": 9216}
 
 
 class TopologyError(UserError):
@@ -161,12 +163,25 @@ def read_topology(name: str, chips: Mapping[str, Chip] | None = None) -> tuple[C
         raise TopologyError(f"no size of a topology may be 0; got {name!r}")
     chip = chips[match[1]]
     dims = SLICE_DIMS.get(match[1])
-    if dims is not None and len(sizes) != dims:
-        example = "x".join(["4"] * dims)
-        raise TopologyError(f"a {match[1]} slice has {dims} sides, as {match[1]}:{example}; got {name!r}")
+    if dims is not None:
+        _check_slice(match[1], dims, sizes, name)
     if chip.platform != "tpu" and len(sizes) > 2:
         raise TopologyError(f"{match[1]} machines are GPUs, or hosts x GPUs, as h100:8 or h100:4x8; got {name!r}")
     return chip, sizes
+
+
+def _check_slice(chip: str, dims: int, sizes: list[int], name: str) -> None:
+    """Whether there are TPU slices of these sides."""
+    if len(sizes) != dims:
+        raise TopologyError(f"a {chip} slice has {dims} sides, as {chip}:{'x'.join(['4'] * dims)}; got {name!r}")
+    if any(size % 2 for size in sizes[:2]):
+        raise TopologyError(
+            f"a {chip} slice is made of hosts of 2 x 2 chips: its first two sides must be even; got {name!r}"
+        )
+    if prod(sizes) > POD_CHIPS[chip]:
+        raise TopologyError(
+            f"a {chip} slice has at most {POD_CHIPS[chip]:,} chips, those of a pod; {name!r} has {prod(sizes):,}"
+        )
 
 
 def _hosts(chip: Chip, devices: int) -> int:

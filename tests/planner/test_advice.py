@@ -222,6 +222,8 @@ def test_a_plan_that_does_not_fit_is_shown_and_fails(capsys):
     ("topology", "message"),
     [
         ("v5p:4x4", "a v5p slice has 3 sides"),
+        ("v5p:3x4x4", "its first two sides must be even"),
+        ("v6e:32x16", "a v6e slice has at most 256 chips, those of a pod; 'v6e:32x16' has 512"),
         ("h100:12", "no whole hosts of 8"),
         ("h100:\u0664", "unknown topology"),
         ("h100:0", "no size of a topology may be 0"),
