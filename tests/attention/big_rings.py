@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ringjax.attention import ring_attention
-from ringjax.attention.kernels import BlockKernel, CpuKernel, XlaKernel
+from ringjax.attention.kernels import BlockKernel, XlaKernel, get_kernel
 
 LENGTH = 512  # tokens on each device
 
@@ -16,7 +16,7 @@ LENGTH = 512  # tokens on each device
 def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 64)
-    for ring, kernel in product((2, 3, 4, 5, 8, 64), (XlaKernel(q_tile=128, k_tile=128), CpuKernel())):
+    for ring, kernel in product((2, 3, 4, 5, 8, 64), (XlaKernel(q_tile=128, k_tile=128), get_kernel("cpu", "cpu"))):
         for what, compiled in laps(ring, kernel):
             plan, text = compiled.memory_analysis(), compiled.as_text()
             assert plan is not None

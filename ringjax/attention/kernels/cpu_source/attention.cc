@@ -51,6 +51,7 @@ Problem problem(const ffi::AnyBuffer& q, const ffi::AnyBuffer& kv, const Integer
   const int32_t* traced = numbers.typed_data();  // what only the running program knows
   p.q_slots = {traced[0], integer("q_size")};
   p.k_slots = {traced[1], integer("k_size")};
+  p.keys_by_head = integer("keys_by_head");
   p.mask.order = static_cast<Order>(integer("order"));
   p.mask.causal = integer("causal");
   p.mask.window = integer("window") > 0 ? integer("window") : kUnbounded;
@@ -110,7 +111,7 @@ void run_backward(ffi::ThreadPool& pool, const Problem& p, const float* lse, con
       backward.run(head / p.kv_heads, head % p.kv_heads, part, parts, to, width);
     } else {
       float* to = dkv + p.key(head / p.kv_heads, 0, head % p.kv_heads) * width;
-      backward.run(head / p.kv_heads, head % p.kv_heads, part, parts, to, p.kv_heads * width);
+      backward.run(head / p.kv_heads, head % p.kv_heads, part, parts, to, p.key_step() * width);
     }
   });
   if (parts == 1) return;

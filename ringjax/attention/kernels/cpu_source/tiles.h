@@ -148,7 +148,7 @@ struct KeySide {
   void start(const Problem& p, long sequence, long head, long first) {
     count = std::min(kKeys, p.k_slots.size - first);
     row = p.key(sequence, p.k_slots.start + first, head);
-    step = p.kv_heads;
+    step = p.key_step();
     loaded = broken = false;
     tokens = tile_tokens(p, false, sequence, first, count, positions);
   }
