@@ -13,6 +13,7 @@ import textwrap
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ringjax.config import ConfigError, UserError, load_config, sections, settings
@@ -67,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ringjax", description="Train transformers on sequences that no single device can hold."
     )
+    parser.add_argument("--version", action="version", version=f"ringjax {_version()}")
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_train(subparsers)
     _add_launch(subparsers)
@@ -74,6 +76,14 @@ def _parser() -> argparse.ArgumentParser:
     _add_compile(subparsers)
     _add_doctor(subparsers)
     return parser
+
+
+def _version() -> str:
+    """Of the installed package."""
+    try:
+        return version("ringjax")
+    except PackageNotFoundError:  # a checkout on the path
+        return "not installed"
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
@@ -100,6 +110,28 @@ def _whole(text: str) -> int:
     if not re.fullmatch(r"-?\d{1,18}", text, re.ASCII):
         raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}")
     return int(text)
+
+
+def _number(text: str) -> float:
+    """A number; Python's own would also take 1_0."""
+    try:
+        if "_" in text:
+            raise ValueError
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, as 1e12, got {text!r}") from None
+
+
+def _print(result: object) -> None:
+    """To standard output, of which a reader may close the other end: `ringjax plan ... | head -1`."""
+    try:
+        print(result, flush=True)
+    except BrokenPipeError:
+        # Python would try again when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise UserError(f"cannot write the result: {error.strerror}") from error
 
 
 def _add_traceback(parser: argparse.ArgumentParser) -> None:
@@ -170,7 +202,7 @@ def _add_plan(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser.add_argument(
         "--documents", action=_Once, metavar="N,N,...", help="tokens of the documents of a row, again and again"
     )
-    parser.add_argument("--tokens", action=_Once, type=float, metavar="N", help="to train on in all, as 1e12")
+    parser.add_argument("--tokens", action=_Once, type=_number, metavar="N", help="to train on in all, as 1e12")
     parser.add_argument("--advise", action="store_true", help="rank all meshes and strategies that fit")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
@@ -206,7 +238,7 @@ def _plan(args: argparse.Namespace) -> int:
         advise=args.advise,
         plot=args.plot,
     )
-    print(json.dumps(result.as_dict()) if args.json else result)
+    _print(json.dumps(result.as_dict()) if args.json else result)
     return 0 if args.advise or result.fits else 1
 
 
@@ -249,7 +281,7 @@ def _compile(args: argparse.Namespace) -> int:
     from ringjax.parallel import get_topology
 
     result, text = forecast(config, get_topology(args.topology))
-    print(json.dumps(asdict(result)) if args.json else result)
+    _print(json.dumps(asdict(result)) if args.json else result)
     if args.save_text is not None:
         try:
             Path(args.save_text).write_text(text)
@@ -286,10 +318,17 @@ def _doctor(args: argparse.Namespace) -> int:
     """Print a diagnosis."""
     if args.overrides:
         raise ConfigError([f"command line: {word}: ringjax doctor takes no settings" for word in args.overrides])
-    from ringjax.parallel.doctor import diagnose
-
+    try:
+        from ringjax.parallel.doctor import diagnose
+    except (ImportError, RuntimeError, ValueError) as error:
+        variables = ", ".join(
+            f"{name}={text}" for name, text in os.environ.items() if name.startswith(("JAX_", "XLA_"))
+        )
+        raise UserError(
+            f"jax cannot be loaded: {error}. It reads {variables or 'no variable that is set'}"
+        ) from error
     diagnosis = diagnose()
-    print(diagnosis)
+    _print(diagnosis)
     return 1 if diagnosis.problems else 0
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import jax
 
+from ringjax.attention.kernels import CpuKernel
+
 _PACKAGES = ("ringjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 _PLUGINS = ("libtpu", "jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt")
 _LAUNCHERS = {
@@ -53,6 +55,7 @@ def diagnose() -> Diagnosis:
         ("packages", ", ".join(f"{name} {number}" for name, number in packages.items())),
         ("plugins", ", ".join(f"{name} {number}" for name, number in plugins.items()) or "none: CPU only"),
         ("devices", failure or _described(devices)),
+        ("CPU kernel", CpuKernel().missing or "compiled by this machine's C++ compiler"),
         ("processes", _launcher() or "no launcher: one process, unless the settings name others"),
         ("network", _network()),
         *((name.lower(), os.environ[name]) for name in _ENVIRONMENT if os.environ.get(name)),
@@ -78,7 +81,11 @@ def _devices() -> tuple[list[Any], str]:
     try:
         return jax.devices(), ""
     except (RuntimeError, AssertionError) as error:  # a plugin that is asked for and not there is an assertion
-        return [], (str(error) or "no plugin for the platform that is asked for").splitlines()[0]
+        asked = os.environ.get("JAX_PLATFORMS")
+        why = (
+            f"no plugin here for JAX_PLATFORMS={asked}; unset it, or pip install 'ringjax[tpu]' or 'ringjax[cuda13]'"
+        )
+        return [], (str(error) or why).splitlines()[0]
 
 
 def _described(devices: list[Any]) -> str:

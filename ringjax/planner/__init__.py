@@ -9,6 +9,7 @@ from ringjax.planner.machine import (
     across_hosts,
     machine_of,
     machine_of_topology,
+    platform_problems,
     read_topology,
 )
 from ringjax.planner.short import short_form
@@ -31,6 +32,7 @@ __all__ = [
     "machine_of",
     "machine_of_topology",
     "model_flops",
+    "platform_problems",
     "read_topology",
     "short_form",
 ]

@@ -9,7 +9,7 @@ from ringjax.config import Config, ConfigError, MeshConfig, check_config
 from ringjax.config.check import LARGEST
 from ringjax.planner.decode import Decode
 from ringjax.planner.estimate import CONVENTION, Estimate, estimate, is_fused
-from ringjax.planner.machine import MOST_DEVICES, Machine, across_hosts
+from ringjax.planner.machine import Machine, across_hosts, most_devices
 from ringjax.planner.memory import Memory, fits, memory, room
 from ringjax.planner.plan import break_even, decode_of, show_decode, show_mesh
 from ringjax.planner.ring import gather_wins_from
@@ -230,6 +230,7 @@ def advise(config: Config, vocab_size: int, machine: Machine, documents: tuple[i
             "mesh": MeshConfig(),
             "data": config.data.model_copy(update={"batch": 1}),
             "optim": config.optim.model_copy(update={"accumulate": 1}),
+            "train": config.train.model_copy(update={"microbatches": None, "rounds": 1}),
         }
     )
     size = Sizes.of(one_row, vocab_size)
@@ -334,7 +335,7 @@ def _nothing_fits(config: Config, vocab_size: int, machine: Machine, possible: l
     have = gib(machine.chip.memory)
     text = f"nothing fits on {machine.name}: the best mesh needs {gib(least)} of each device's {have}"
     devices = machine.devices
-    while devices * 2 <= MOST_DEVICES:
+    while devices * 2 <= most_devices(machine.chip):
         devices *= 2
         hosts = 1 if machine.chip.host is None else max(1, devices // machine.chip.host)
         larger = Machine(f"{devices:,} x {machine.chip.name}", machine.chip, devices, hosts)

@@ -3,10 +3,11 @@
     cluster:
       like: h100                  # every number that is not given is that chip's
       network_gb_per_s: 45        # reached, from one GPU to one on another host
-      attention_tflops: 610       # measured, forward
+      attention_tflops: 610       # measured in bfloat16, forward
       attention_backward_tflops: 480
 
-A chip without `like` gives memory, peak, memory bandwidth and link itself.
+Rates are those of bfloat16, and of the peak in float32 the same shares are taken to be reached. A chip without `like`
+gives memory, peak, memory bandwidth and link itself.
 """
 
 import difflib
@@ -73,8 +74,10 @@ def load_chips(path: str) -> dict[str, Chip]:
         if root is not None:
             _refuse_doubles(root)
         entries = None if root is None else construct(root)
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise ConfigError([f"{path}: cannot be read as a file of hardware: {error}"]) from error
+    except OSError as error:
+        raise ConfigError([f"--hardware-file {path!r} cannot be read: {error.strerror}"]) from error
     except DialectError as error:
         raise ConfigError([f"{path}:{error.line}: {error}"]) from error
     if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
@@ -138,9 +141,9 @@ def find_chip(name: str, chips: Mapping[str, Chip] | None = None) -> Chip:
       ConfigError: there is none, with the nearest names.
     """
     chips = CHIPS if chips is None else chips
-    if chip := chips.get(name.lower()):
+    if chip := chips.get(str(name).lower()):
         return chip
-    near = difflib.get_close_matches(name.lower(), chips, n=3, cutoff=0.4)
+    near = difflib.get_close_matches(str(name).lower(), chips, n=3, cutoff=0.4)
     meant = f"did you mean {' or '.join(near)}? " if near else ""
     raise ConfigError([f"unknown hardware {name!r}; {meant}there are {', '.join(chips)}; a YAML file adds others"])
 

@@ -162,7 +162,7 @@ def estimate(
     seconds = _seconds(config, size, machine, windows, sent)
     tokens = config.data.batch * config.data.seq_len
     flops = model_flops(config, vocab_size, documents)
-    peak = machine.chip.peak if config.train.precision == "bfloat16" else machine.chip.peak_float32
+    peak = machine.chip.peak_of(config.train.precision)
     return Estimate(seconds, windows, flops, tokens, flops / (seconds.total * peak * machine.devices))
 
 

@@ -18,16 +18,20 @@ def keys_per_token(segment_ids: np.ndarray) -> float:
       segment_ids: [B, S] int, the document of each token; negative tokens are padding and attend to nothing.
 
     Raises:
-      ValueError: of another shape, or empty.
+      ValueError: of another shape or kind, or empty.
 
     Example:
       >>> keys_per_token(np.array([[0, 0, 0, 0, 1, 1, -1, -1]]))  # (4^2 / 2 + 2^2 / 2) / 8
       1.25
     """
-    if np.ndim(segment_ids) != 2 or np.size(segment_ids) == 0:
-        raise ValueError(f"segment_ids must be [B, S] with a token at least, got shape {np.shape(segment_ids)}")
+    segment_ids = np.asarray(segment_ids)
+    if segment_ids.ndim != 2 or segment_ids.size == 0 or not np.issubdtype(segment_ids.dtype, np.integer):
+        raise ValueError(
+            f"segment_ids must be integers [B, S] with a token at least, got {segment_ids.dtype} of shape "
+            f"{segment_ids.shape}"
+        )
     pairs = 0.0
-    for row in np.asarray(segment_ids):
+    for row in segment_ids:
         lengths = np.unique(row[row >= 0], return_counts=True)[1].astype(np.float64)
         pairs += float(np.sum(lengths**2)) / 2
     return pairs / segment_ids.size
@@ -39,17 +43,18 @@ def causal_keys(seq_len: int, window: int | None = None) -> float:
     Args:
       seq_len: S.
       window: W, tokens that one sees, itself and those right before it. Of S tokens the i-th then sees min(i, W), in
-        the mean W - W (W - 1) / (2 S).
+        the mean W - W (W - 1) / (2 S); counted as S / 2, as without one, where that is less.
 
     Raises:
-      ValueError: a number below 1.
+      ValueError: not whole numbers of at least 1.
 
     Example:
       >>> causal_keys(1000), causal_keys(1000, window=100)
       (500.0, 95.05)
     """
-    if seq_len < 1 or (window is not None and window < 1):
-        raise ValueError(f"seq_len and window must be at least 1, got {seq_len} and {window}")
+    for name, number in (("seq_len", seq_len), ("window", 1 if window is None else window)):
+        if not isinstance(number, int | np.integer) or number < 1:
+            raise ValueError(f"{name} must be a whole number of at least 1, got {number!r}")
     if window is None or window >= seq_len:
         return seq_len / 2
     return min(seq_len / 2, window - window * (window - 1) / (2 * seq_len))

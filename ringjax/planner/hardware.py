@@ -66,8 +66,10 @@ class Chip:
       link: between devices of one host (GPUs) or one slice (TPUs).
       host: devices that `link` joins; None = all there are.
       network: between hosts, for one device; None = there is none.
+      pod: devices of the largest slice; None = as many as one likes.
       shares: of the peaks that are reached.
-      dense_rate, attention_rate, attention_backward_rate: measured FLOP/s; None = peak times share.
+      dense_rate, attention_rate, attention_backward_rate: FLOP/s measured in bfloat16, and the same share of the peak
+        in float32; None = peak times share.
       sources: where each number is from, by attribute.
     """
 
@@ -81,6 +83,7 @@ class Chip:
     link: Link
     host: int | None = None
     network: Link | None = None
+    pod: int | None = None
     shares: Shares = Shares()
     dense_rate: float | None = None
     attention_rate: float | None = None
@@ -89,16 +92,26 @@ class Chip:
 
     def dense(self, precision: str) -> float:
         """FLOP/s that products of dense layers reach, for train.precision."""
-        return self.dense_rate or self.shares.dense * self._peak(precision)
+        return self._reached(self.dense_rate, self.shares.dense, precision)
 
     def attention(self, precision: str, backward: bool) -> float:
         """FLOP/s that a block of attention reaches."""
         measured = self.attention_backward_rate if backward else self.attention_rate
         share = self.shares.attention_backward if backward else self.shares.attention
-        return measured or share * self._peak(precision)
+        return self._reached(measured, share, precision)
 
-    def _peak(self, precision: str) -> float:
+    def peak_of(self, precision: str) -> float:
+        """FLOP/s at most, for train.precision.
+
+        Raises:
+          ValueError: there is no such precision.
+        """
+        if precision not in ("bfloat16", "float32"):
+            raise ValueError(f"precision must be bfloat16 or float32, got {precision!r}")
         return self.peak if precision == "bfloat16" else self.peak_float32
+
+    def _reached(self, measured: float | None, share: float, precision: str) -> float:
+        return (share if measured is None else measured / self.peak) * self.peak_of(precision)
 
 
 # Nobody's data sheet: the order of magnitude of a small message, launch included.
@@ -129,7 +142,7 @@ NETWORKS = {
 }
 
 
-def _tpu(name: str, memory: int, devices: int, peak: float, memory_bandwidth: float) -> Chip:
+def _tpu(name: str, memory: int, devices: int, peak: float, memory_bandwidth: float, pod: int) -> Chip:
     """A device of a TPU; figures of the chip's page, divided by its devices."""
     page = f"https://cloud.google.com/tpu/docs/{'v5e' if name == 'v5e' else name}"
     return Chip(
@@ -141,12 +154,14 @@ def _tpu(name: str, memory: int, devices: int, peak: float, memory_bandwidth: fl
         peak / 6,
         memory_bandwidth,
         _ICI[name],
+        pod=pod * devices,
         sources={
             "memory": f"{page}, HBM of a chip",
             "peak": f"{page}, peak compute of a chip, bf16",
             "peak_float32": "peak / 6: float32 products are six passes in bfloat16 (jax.lax.Precision.HIGHEST)",
             "memory_bandwidth": f"{page}, HBM bandwidth of a chip",
             "link": _ICI[name].source,
+            "pod": f"{page}, chips of a pod",
         },
     )
 
@@ -180,11 +195,11 @@ def _gpu(name: str, memory: int, peak: float, peak_float32: float, memory_bandwi
 CHIPS = {
     chip.name: chip
     for chip in (
-        _tpu("v4", 32 * GIB, 1, 275e12, 1.2e12),
-        _tpu("v5e", 16 * GIB, 1, 197e12, 0.81e12),
-        _tpu("v5p", 95 * GIB, 1, 459e12, 2.77e12),
-        _tpu("v6e", 32 * GIB, 1, 918e12, 1.6e12),
-        _tpu("tpu7x", 96 * GIB, 2, 2307e12 / 2, 7.4e12 / 2),
+        _tpu("v4", 32 * GIB, 1, 275e12, 1.2e12, 4096),
+        _tpu("v5e", 16 * GIB, 1, 197e12, 0.81e12, 256),
+        _tpu("v5p", 95 * GIB, 1, 459e12, 2.77e12, 8960),
+        _tpu("v6e", 32 * GIB, 1, 918e12, 1.6e12, 256),
+        _tpu("tpu7x", 96 * GIB, 2, 2307e12 / 2, 7.4e12 / 2, 9216),
         _gpu("a100", 85_100_068_864, 312e12, 19.5e12, 2.0e12),
         _gpu("h100", 84_942_979_072, 989e12, 66.9e12, 3.35e12),
         _gpu("h200", 151_397_597_184, 989e12, 66.9e12, 4.8e12),

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import ceil, gcd, log2, prod
 
-from ringjax.config import ConfigError, UserError
+from ringjax.attention.kernels import KernelError, get_kernel
+from ringjax.config import Config, ConfigError, UserError
 from ringjax.planner.custom import find_chip
 from ringjax.planner.hardware import CHIPS, Chip, Link
 
@@ -14,8 +15,6 @@ _NAME = re.compile(r"([a-z]\w*):(\d+(?:x\d+)*)", re.ASCII)
 _EXAMPLES = "v5p:4x4x8, v5e:16x16 (chips along each side of a TPU slice), h100:8, h100:4x8 (hosts x GPUs of a host)"
 MOST_DEVICES = 2**20
 SLICE_DIMS = {"v4": 3, "v5e": 2, "v5p": 3, "v6e": 2, "tpu7x": 3}  # sides of a slice
-# Chips of a whole pod, the largest slice (Google Cloud's pages of each version).
-POD_CHIPS = {"v4": 4096, "v5e": 256, "v5p": 8960, "v6e": 256, "tpu7x": 9216}
 
 
 class TopologyError(UserError):
@@ -117,8 +116,10 @@ def machine_of(hardware: str, devices: int, chips: Mapping[str, Chip] | None = N
       (8, '400 Gb/s network')
     """
     chip = find_chip(hardware, chips)
-    if int(devices) != devices or not 1 <= devices <= MOST_DEVICES:
-        raise ConfigError([f"devices must be a number from 1 to {MOST_DEVICES:,}, got {devices:,}"])
+    most = most_devices(chip)
+    if isinstance(devices, bool) or not isinstance(devices, int) or not 1 <= devices <= most:
+        why = f", of which a pod of {chip.name} has so many" if most < MOST_DEVICES else ""
+        raise ConfigError([f"devices must be a whole number from 1 to {most:,}{why}; got {devices!r}"])
     return Machine(f"{devices:,} x {chip.name}", chip, devices, _hosts(chip, devices))
 
 
@@ -151,7 +152,7 @@ def read_topology(name: str, chips: Mapping[str, Chip] | None = None) -> tuple[C
       TopologyError: the name is not one, or the chip is unknown.
     """
     chips = CHIPS if chips is None else chips
-    match = _NAME.fullmatch(name.lower())
+    match = _NAME.fullmatch(name.lower()) if isinstance(name, str) else None
     if match is None:
         raise TopologyError(f"unknown topology {name!r}: write the chip, a colon and the sizes, as {_EXAMPLES}")
     if match[1] not in chips:
@@ -164,24 +165,49 @@ def read_topology(name: str, chips: Mapping[str, Chip] | None = None) -> tuple[C
     chip = chips[match[1]]
     dims = SLICE_DIMS.get(match[1])
     if dims is not None:
-        _check_slice(match[1], dims, sizes, name)
+        _check_slice(chip, dims, sizes, name)
     if chip.platform != "tpu" and len(sizes) > 2:
         raise TopologyError(f"{match[1]} machines are GPUs, or hosts x GPUs, as h100:8 or h100:4x8; got {name!r}")
     return chip, sizes
 
 
-def _check_slice(chip: str, dims: int, sizes: list[int], name: str) -> None:
+def _check_slice(chip: Chip, dims: int, sizes: list[int], name: str) -> None:
     """Whether there are TPU slices of these sides."""
+    kind = chip.name
     if len(sizes) != dims:
-        raise TopologyError(f"a {chip} slice has {dims} sides, as {chip}:{'x'.join(['4'] * dims)}; got {name!r}")
+        raise TopologyError(f"a {kind} slice has {dims} sides, as {kind}:{'x'.join(['4'] * dims)}; got {name!r}")
     if any(size % 2 for size in sizes[:2]):
         raise TopologyError(
-            f"a {chip} slice is made of hosts of 2 x 2 chips: its first two sides must be even; got {name!r}"
+            f"a {kind} slice is made of hosts of 2 x 2 chips: its first two sides must be even; got {name!r}"
         )
-    if prod(sizes) > POD_CHIPS[chip]:
+    if chip.pod is not None and prod(sizes) * chip.devices > chip.pod:
         raise TopologyError(
-            f"a {chip} slice has at most {POD_CHIPS[chip]:,} chips, those of a pod; {name!r} has {prod(sizes):,}"
+            f"a {kind} slice has at most {chip.pod // chip.devices:,} chips, those of a pod; {name!r} has "
+            f"{prod(sizes):,}"
         )
+
+
+def most_devices(chip: Chip) -> int:
+    """The largest number of devices of a chip in one machine."""
+    return min(MOST_DEVICES, chip.pod or MOST_DEVICES)
+
+
+def platform_problems(config: Config, chip: Chip, where: str) -> list[str]:
+    """What a run asks for that is of other machines, a sentence each.
+
+    Args:
+      config: the run.
+      chip: of the machine.
+      where: the machine's name, for people.
+    """
+    problems = []
+    if config.run.platform not in ("auto", chip.platform):
+        problems.append(f"run.platform={config.run.platform}, and {where} is a {chip.platform}: leave it out")
+    try:
+        get_kernel(config.attention.kernel, chip.platform)
+    except KernelError as error:
+        problems.append(f"attention.kernel: {error}")
+    return problems
 
 
 def _hosts(chip: Chip, devices: int) -> int:

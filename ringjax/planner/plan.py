@@ -11,7 +11,7 @@ from ringjax.planner.decode import Decode, decode
 from ringjax.planner.estimate import CONVENTION, Estimate, estimate, laps
 from ringjax.planner.hardware import Chip, Link
 from ringjax.planner.machine import Machine
-from ringjax.planner.memory import Memory, fits, memory
+from ringjax.planner.memory import MARGIN, Memory, fits, memory
 from ringjax.planner.ring import break_even_tokens
 from ringjax.planner.sizes import AXES, Sizes
 from ringjax.planner.strategies import RING
@@ -159,13 +159,13 @@ class Plan:
         have, need = self.machine.chip.memory, self.memory.total
         if self.fits:
             return f"{gib(need)} on each device, {1 - need / have:.1%} free"
-        return f"{gib(need)} on each device: DOES NOT FIT into {gib(have)} with a margin; try --advise"
+        return f"{gib(need)} on each device: DOES NOT FIT into {gib(have)} with {MARGIN:.0%} to spare; try --advise"
 
     def _ring_lines(self) -> list[tuple[str, str]]:
         """Laps of each window, what other layouts would do, and whether hops can hide."""
         lines = []
         for window in self.estimate.windows:
-            which = f"{window.layers} layer{'s' if window.layers > 1 else ''}"
+            which = f"each of {window.layers} layers" if window.layers > 1 else "1 layer"
             which += f", window {window.window:,}" if window.window else ""
             for name, lap in (("forward", window.forward), ("backward", window.backward)):
                 text = (
@@ -266,11 +266,15 @@ def break_even(config: Config, size: Sizes, chip: Chip, link: Link) -> tuple[flo
 
 
 def decode_of(size: Sizes, machine: Machine, ring: int, context: int) -> Decode:
-    """One token of one sequence with the cache sharded over so many devices, on the fast links if they are enough."""
-    chip = machine.chip
+    """One token of one sequence with the cache sharded over so many devices, on the fast links if they are enough.
+
+    Of the layers that see most; the cache is in the type of the run's computation.
+    """
+    chip, windows = machine.chip, [window or context for window in size.windows]
     crosses = ring > machine.devices // machine.hosts
     link = chip.network if crosses and chip.network else chip.link
-    return decode(chip, link, ring, context, size.heads, size.kv_heads, size.head_dim)
+    seen = min(context, max(windows))
+    return decode(chip, link, ring, seen, size.heads, size.kv_heads, size.head_dim, cache_bytes=size.wire)
 
 
 def check_mesh(mesh: dict[str, int], machine: Machine) -> None:
@@ -286,7 +290,7 @@ def check_mesh(mesh: dict[str, int], machine: Machine) -> None:
         raise ConfigError(
             [
                 f"the mesh has {count:,} devices ({show_mesh(mesh)}) and the machine {machine.devices:,} "
-                f"({machine.name}); make them equal: change an axis of mesh, or --devices, or let --advise choose"
+                f"({machine.name}); make them equal: change an axis of mesh, or the machine, or let --advise choose"
             ]
         )
 
@@ -302,8 +306,10 @@ def _parts(need: Memory) -> list[tuple[str, int]]:
 
 def show_decode(found: Decode) -> str:
     """In words."""
+    faster = found.speedup >= 1
+    change = f"{found.speedup if faster else 1 / found.speedup:.3g} x as {'fast' if faster else 'long'}"
     return (
-        f"a cache sharded over {found.ring} devices pays from {found.pays_from:,.0f} tokens on; at "
-        f"{found.context:,} a layer's attention takes {seconds(found.shared)} instead of {seconds(found.alone)}, "
-        f"{found.speedup:.2g} x"
+        f"of one token: sharing the keys and values seen over {found.ring} devices pays from {found.pays_from:,.0f} "
+        f"tokens on; at {found.context:,} a layer's attention takes {seconds(found.shared)} instead of "
+        f"{seconds(found.alone)}, {change}"
     )

@@ -56,7 +56,7 @@ def check_plot(path: str) -> None:
       ConfigError: the file's ending is not that of pictures.
       UserError: matplotlib is not installed.
     """
-    if Path(path).suffix not in ENDINGS:
+    if Path(path).suffix.lower() not in ENDINGS:
         raise ConfigError([f"--plot {path}: the name must end in {', '.join(ENDINGS)}"])
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError("--plot needs matplotlib, which is not installed: pip install 'ringjax[plot]'")
@@ -86,8 +86,9 @@ def draw_lap(axis: Any, lap: Lap, title: str) -> None:
     for kind, color in colors.items():
         axis.plot([], [], color=color, lw=6, label=kind)
     axis.set(title=title, xlabel="ms", ylabel="rank")
+    axis.yaxis.get_major_locator().set_params(integer=True)
     axis.invert_yaxis()
-    axis.legend(loc="upper right")
+    axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def draw_memory(axis: Any, config: Config, vocab_size: int, machine: Machine) -> None:

@@ -9,7 +9,7 @@ from ringjax.planner import advice
 from ringjax.planner.advice import Advice
 from ringjax.planner.custom import load_chips
 from ringjax.planner.hardware import CHIPS, NETWORKS, Chip
-from ringjax.planner.machine import Machine, machine_of, machine_of_topology
+from ringjax.planner.machine import Machine, machine_of, machine_of_topology, platform_problems
 from ringjax.planner.plan import Plan, make_plan
 from ringjax.planner.sizes import AXES
 from ringjax.planner.timeline import documents_of
@@ -41,6 +41,13 @@ def answer(
         check_plot(plot)
     chips = CHIPS if hardware_file is None else load_chips(hardware_file)
     machine = _machine(config, hardware, devices, topology, network, chips)
+    if hardware_file is not None and chips[machine.chip.name] is CHIPS.get(machine.chip.name):
+        own = ", ".join(name for name, chip in chips.items() if chip is not CHIPS.get(name)) or "no chip"
+        raise ConfigError(
+            [f"--hardware-file {hardware_file} would be ignored: it has {own}, and the machine is {machine.name}"]
+        )
+    if problems := platform_problems(config, machine.chip, machine.name):
+        raise ConfigError(problems)
     lengths = None if documents is None else _documents(documents, config.data.seq_len)
     if tokens is not None and not 0 < tokens < math.inf:
         raise ConfigError([f"--tokens must be a number above 0, got {tokens}"])
@@ -94,10 +101,8 @@ def _machine(
 
 def _documents(text: str, seq_len: int) -> tuple[int, ...]:
     """Documents of one row."""
-    try:
-        lengths = [int(part) for part in text.split(",")]
-    except ValueError:
-        lengths = [0]
+    parts = [part.strip() for part in text.split(",")]
+    lengths = [int(part) if part.isdecimal() and part.isascii() else 0 for part in parts]
     if min(lengths) < 1:
         raise ConfigError([f"--documents must be lengths of at least 1 token, as 1000,250,4000; got {text!r}"])
     if max(lengths) > seq_len:

@@ -10,12 +10,11 @@ from typing import Any
 
 import jax
 
-from ringjax.attention.kernels import KernelError, get_kernel
 from ringjax.config import Config, ConfigError, UserError, check_config
 from ringjax.data import get_tokenizer
 from ringjax.models import count_parameters
 from ringjax.parallel import Topology, covered, make_mesh, read_collectives, read_hops
-from ringjax.planner import gib, model_flops, read_topology
+from ringjax.planner import gib, model_flops, platform_problems, read_topology
 from ringjax.planner.sizes import AXES
 from ringjax.training.console import format_count
 from ringjax.training.patience import shown
@@ -141,12 +140,7 @@ def check_machine(config: Config, topology: str) -> None:
             f"the mesh has {needed:,} devices and {topology} {devices:,}: set mesh.stage, data, fsdp, seq and tensor "
             "so that their product is that, or name a machine of the mesh's size"
         )
-    if config.run.platform not in ("auto", chip.platform):
-        problems.append(f"run.platform={config.run.platform}, and {topology} is a {chip.platform}: leave it out")
-    try:
-        get_kernel(config.attention.kernel, chip.platform)
-    except KernelError as error:
-        problems.append(f"attention.kernel: {error}")
+    problems += platform_problems(config, chip, topology)
     if problems:
         raise ConfigError(problems)
 

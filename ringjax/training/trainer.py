@@ -199,6 +199,7 @@ class Trainer:
         self._at_once = self.mesh.devices.flat[0].platform == "cpu"
         self._set_compilation_cache()
         self._resources.enter_context(jax.set_mesh(self.mesh))
+        self._programs = build_programs(config, self.vocab_size, self.mesh)
 
         self.folder = self._resources.enter_context(RunFolder(config.run.dir, self.leads))
         self.folder.adopt(config)
@@ -229,9 +230,8 @@ class Trainer:
             jax.config.update("jax_compilation_cache_dir", folder)
 
     def _build(self) -> None:
-        """The state, new or from a checkpoint, and the programs that run on it."""
-        config = self.config
-        self._programs = programs = build_programs(config, self.vocab_size, self.mesh)
+        """The state, new or from a checkpoint, and what surrounds it."""
+        config, programs = self.config, self._programs
         self.schedule = programs.schedule
         self.train_step: jax.stages.Compiled | None = None
         self._place = programs.batch["tokens"].sharding

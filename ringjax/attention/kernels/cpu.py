@@ -23,8 +23,8 @@ from ringjax.attention.mask import Tokens
 from ringjax.attention.scores import Heads, ScoreRule
 from ringjax.attention.softmax import Partial
 
-# By token, as the operator's caller has them: then what brings dims into the order of kernels moves nothing. That took
-# a quarter of the forward pass. Orders of dims in memory, from the slowest, of [B, K, G, L, D] and [B, K, L, D + Dv].
+# By token, as the operator's caller has them: what brings dims into the order of kernels moves nothing. It took a
+# quarter of the forward pass. Orders of dims in memory, from the slowest, of [B, K, G, L, D] and [B, K, L, D + Dv].
 _QUERIES_BY_TOKEN, _KEYS_BY_TOKEN = (0, 3, 1, 2, 4), (0, 2, 1, 3)
 # The operands of which kind, by their numbers.
 _QUERIES = {"forward": (0, 9), "backward": (0, 11, 12)}
