@@ -203,10 +203,11 @@ def platform_problems(config: Config, chip: Chip, where: str) -> list[str]:
     problems = []
     if config.run.platform not in ("auto", chip.platform):
         problems.append(f"run.platform={config.run.platform}, and {where} is a {chip.platform}: leave it out")
-    try:
-        get_kernel(config.attention.kernel, chip.platform)
-    except KernelError as error:
-        problems.append(f"attention.kernel: {error}")
+    if config.attention.kernel != "auto":  # which finds one, and on CPUs compiles it
+        try:
+            get_kernel(config.attention.kernel, chip.platform)
+        except KernelError as error:
+            problems.append(f"attention.kernel: {error}")
     return problems
 
 

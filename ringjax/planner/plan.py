@@ -307,7 +307,8 @@ def _parts(need: Memory) -> list[tuple[str, int]]:
 def show_decode(found: Decode) -> str:
     """In words."""
     faster = found.speedup >= 1
-    change = f"{found.speedup if faster else 1 / found.speedup:.3g} x as {'fast' if faster else 'long'}"
+    times = found.speedup if faster else 1 / found.speedup
+    change = f"{f'{times:,.0f}' if times >= 10 else f'{times:.2g}'} x as {'fast' if faster else 'long'}"
     return (
         f"of one token: sharing the keys and values seen over {found.ring} devices pays from {found.pays_from:,.0f} "
         f"tokens on; at {found.context:,} a layer's attention takes {seconds(found.shared)} instead of "

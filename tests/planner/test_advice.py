@@ -2,6 +2,9 @@
 
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from math import prod
@@ -164,8 +167,40 @@ def test_hardware_of_ones_own(capsys, tmp_path):
     path = tmp_path / "ours.yaml"
     path.write_text("ours: {like: h100, attention_tflops: 1, attention_backward_tflops: 1}")
     words = ("--json", "--hardware-file", str(path), "--hardware")
-    slow, usual = (json.loads(plan(capsys, *words, name))["seconds"]["attention"] for name in ("ours", "h100"))
+    slow = json.loads(plan(capsys, *words, "ours"))["seconds"]["attention"]
+    usual = json.loads(plan(capsys, "--json", "--hardware", "h100"))["seconds"]["attention"]
     assert slow > 10 * usual
+    assert "would be ignored: it has ours" in plan(capsys, *words, "h100", status=2)
+
+
+def test_rates_measured_in_bfloat16_say_what_share_of_the_peak_float32_reaches():
+    measured = replace(CHIPS["h100"], attention_rate=CHIPS["h100"].peak / 2)
+    assert measured.attention("float32", backward=False) == measured.peak_float32 / 2
+    with pytest.raises(ValueError, match="precision must be bfloat16 or float32, got 'fp8'"):
+        measured.dense("fp8")
+
+
+def test_settings_of_the_mesh_are_not_looked_at_for_advice(capsys):
+    words = ("--hardware", "h100", "--devices", "8", "--advise", "model.layers=4", "data.batch=4")
+    stages = ("mesh.stage=2", "train.microbatches=4", "train.rounds=2")
+    assert "meshes and strategies fit on 8 x h100" in plan(capsys, *words, *stages)
+
+
+def test_decoding_reads_what_the_layers_see(capsys):
+    words = ("--hardware", "h100", "--json")
+    found = [json.loads(plan(capsys, *words, word))["decode"] for word in ("model.window=null", "model.window=1000")]
+    assert [one["context"] for one in found] == [4096, 1000]
+    bfloat16 = json.loads(plan(capsys, *words, "train.precision=bfloat16"))["decode"]
+    assert found[0]["alone"] == 2 * bfloat16["alone"]
+
+
+def test_a_reader_may_stop_reading():
+    command = [sys.executable, "-m", "ringjax", "plan", QUICKSTART, "--hardware", "h100"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(
@@ -174,7 +209,7 @@ def test_hardware_of_ones_own(capsys, tmp_path):
         ((), "say which machine"),
         (("--hardware", "h100", "--topology", "h100:4"), "one of the two"),
         (("--hardware", "h10"), "unknown hardware 'h10'; did you mean h100"),
-        (("--hardware", "h100", "--devices", "0"), "devices must be a number from 1 to"),
+        (("--hardware", "h100", "--devices", "0"), "devices must be a whole number from 1 to"),
         (("--hardware", "h100", "--devices", "12"), "no whole hosts of 8; use 8 or 16"),
         (("--hardware", "h100", "--devices", "8"), "the mesh has 4 devices (seq 4) and the machine 8"),
         (("--topology", "h100:4", "--devices", "4"), "--devices 4 would be ignored"),
@@ -187,6 +222,11 @@ def test_hardware_of_ones_own(capsys, tmp_path):
         (("--hardware", "h100", "--advise", "--plot", "x.png"), "leave one out"),
         (("--hardware", "h100", "--advise", "--tokens", "1e9"), "--tokens would be ignored"),
         (("--hardware", "h100", "--network", "100g"), "--network 100g would be ignored: 4 x h100 is one host"),
+        (("--hardware", "h100", "attention.kernel=tpu"), "attention.kernel: kernel 'tpu' runs on TPUs"),
+        (("--hardware", "h100", "run.platform=tpu"), "run.platform=tpu, and 4 x h100 is a gpu: leave it out"),
+        (("--hardware", "v5e", "--devices", "512"), "from 1 to 256, of which a pod of v5e has so many; got 512"),
+        (("--hardware", "h100", "--hardware-file", "none.yaml"), "'none.yaml' cannot be read: No such file"),
+        (("--hardware", "h100", "--documents", "1_0"), "--documents must be lengths of at least 1 token"),
         (("--hardware", "h100", "--documents", "5000"), "no document is longer than a row"),
         (("--hardware", "h100", "--plot", ""), "--plot needs the name of a file"),
         (("--hardware", "h100", "--plot", "plan.txt"), "the name must end in .png, .svg, .pdf"),
