@@ -83,7 +83,7 @@ def _devices() -> tuple[list[Any], str]:
     except (RuntimeError, AssertionError) as error:  # a plugin that is asked for and not there is an assertion
         asked = os.environ.get("JAX_PLATFORMS")
         why = (
-            f"no plugin here for JAX_PLATFORMS={asked}; unset it, or pip install 'ringjax[tpu]' or 'ringjax[cuda13]'"
+            f"no plugin for JAX_PLATFORMS={asked} here; unset it, or pip install 'ringjax[tpu]' or 'ringjax[cuda13]'"
         )
         return [], (str(error) or why).splitlines()[0]
 
