@@ -33,7 +33,7 @@ BARS = {"out": 2e-6, "lse": 2e-6, "dq": 1e-5, "dk": 1e-5, "dv": 1e-5, "dsinks": 
 )
 def test_blocks_of_many_tiles_equal_the_oracle(problem, ring, layout, options):
     case = problem(**options)
-    errors = case.errors(case.run(ring, layout, CpuKernel(keys_by_head=ring > 1)))
+    errors = case.errors(case.run(ring, layout, CpuKernel(by_head=ring > 1)))
     assert all(error <= BARS[name] for name, error in errors.items()), errors
 
 

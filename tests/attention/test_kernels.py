@@ -32,7 +32,7 @@ KERNELS = [
     XlaKernel(q_tile=10, k_tile=7),
     XlaKernel(q_tile=2, k_tile=3),
     CpuKernel(),
-    CpuKernel(keys_by_head=True),
+    CpuKernel(by_head=True),
     CpuKernel(flags=()),
     TpuKernel(q_tile=5, k_tile=7, rows=5, interpret=True),
     GpuKernel(q_tile=4, k_tile=8, interpret=True),
@@ -196,7 +196,7 @@ def test_broken_values_stay_with_those_who_see_them(kernel):
 def test_kernels_by_name(caplog):
     with caplog.at_level("DEBUG", "ringjax"):
         assert get_kernel("xla", "tpu") == get_kernel("auto", "unheard of") == XlaKernel()
-        assert get_kernel("auto", "cpu") == get_kernel("cpu", "cpu") == CpuKernel(keys_by_head=True)
+        assert get_kernel("auto", "cpu") == get_kernel("cpu", "cpu") == CpuKernel(by_head=True)
         assert get_kernel("auto", "cpu", whole=True) == get_kernel("cpu", "cpu", whole=True) == CpuKernel()
         assert get_kernel("auto", "tpu") == get_kernel("tpu", "tpu") == TpuKernel()
         assert get_kernel("auto", "gpu") == get_kernel("gpu", "gpu") == GpuKernel()

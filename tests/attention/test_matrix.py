@@ -83,7 +83,7 @@ def test_equals_the_oracle(problem, layout, mask, ring, heads, scores):
 # and the kernels themselves have a common test.
 @pytest.mark.parametrize(("layout", "mask", "ring", "heads", "scores"), COVERING[::2])
 def test_the_cpu_kernel_equals_the_oracle(problem, layout, mask, ring, heads, scores):
-    check(problem, layout, mask, ring, heads, scores, CpuKernel(keys_by_head=ring > 1))
+    check(problem, layout, mask, ring, heads, scores, CpuKernel(by_head=ring > 1))
 
 
 @pytest.mark.slow

@@ -23,12 +23,13 @@ from ringjax.attention.mask import Tokens
 from ringjax.attention.scores import Heads, ScoreRule
 from ringjax.attention.softmax import Partial
 
-# By token, as the operator's caller has them: what brings dims into the order of kernels moves nothing. It took a
-# quarter of the forward pass. Orders of dims in memory, from the slowest, of [B, K, G, L, D] and [B, K, L, D + Dv].
-_QUERIES_BY_TOKEN, _KEYS_BY_TOKEN = (0, 3, 1, 2, 4), (0, 2, 1, 3)
-# The operands of which kind, by their numbers.
-_QUERIES = {"forward": (0, 9), "backward": (0, 11, 12)}
-_KEYS = {"forward": (1,), "backward": (1, 13)}
+# Orders of dims in memory, from the slowest, of [B, K, G, L, D] and [B, K, L, D + Dv], by the operand's number, where
+# they lie by token.
+_OF_QUERIES, _OF_KEYS = (0, 3, 1, 2, 4), (0, 2, 1, 3)
+BY_TOKEN = {
+    "forward": {0: _OF_QUERIES, 1: _OF_KEYS, 9: _OF_QUERIES},
+    "backward": {0: _OF_QUERIES, 1: _OF_KEYS, 11: _OF_QUERIES, 12: _OF_QUERIES, 13: _OF_KEYS},
+}
 # As the C++ code numbers them.
 ORDERS = {Order.ALL: 0, Order.SLOTS: 1, Order.ANY: 2}
 
@@ -38,12 +39,14 @@ class CpuKernel(BlockKernel):
     """Fused attention for CPUs.
 
     Attributes:
-      keys_by_head: whether keys, values and their gradients lie by head in memory, and not by token. Messages lie in
-        the order of their dims, so that in a ring every hop's block would be put in another order.
+      by_head: whether what has a head dim lies by head in memory, and not by token. By token is how the operator's
+        caller has it: nothing is moved, where that took a quarter of the forward pass. But messages lie in the order
+        of their dims, so that in a ring the block of every hop would be; and what is read once in every hop is read
+        faster in one piece.
       flags: what the C++ compiler is told of the CPU. Without any, code runs on every CPU of the architecture.
     """
 
-    keys_by_head: bool = False
+    by_head: bool = False
     flags: tuple[str, ...] = ("-march=native",)
     name = "cpu"
 
@@ -64,16 +67,13 @@ class CpuKernel(BlockKernel):
         return Gradients(*self._call("backward", arrays, 2, self._settings(relation, rule, q_slots, k_slots)))
 
     def _settings(self, *call: Any) -> dict[str, Any]:
-        return {**_settings(*call), "keys_by_head": np.int64(self.keys_by_head)}
+        return {**_settings(*call), "by_head": np.int64(self.by_head)}
 
     def _call(self, what: str, arrays: tuple, written_over: int, settings: dict[str, Any]) -> Sequence[jax.Array]:
         """Call the C++ function on arrays, the last of which are what the results are added to, in their memory."""
         arrays, _ = varying_alike(arrays)
         first = len(arrays) - written_over
-        by_token = dict.fromkeys(_QUERIES[what], _QUERIES_BY_TOKEN)
-        if not self.keys_by_head:
-            by_token |= dict.fromkeys(_KEYS[what], _KEYS_BY_TOKEN)
-        layouts = [by_token.get(i) for i in range(len(arrays))]
+        layouts = [None if self.by_head else BY_TOKEN[what].get(i) for i in range(len(arrays))]
         call = jax.ffi.ffi_call(
             cpu_library.targets(self.flags)[what],
             [jax.typeof(x) for x in arrays[first:]],

@@ -53,7 +53,7 @@ def get_kernel(kernel: str | BlockKernel, platform: str, kind: str = "", whole: 
             f"kernel {kernel!r} runs on {needed[0].upper()}s, and the devices here are {platform.upper()}s; use "
             "'auto', which takes the best one for them, or 'xla', which runs everywhere"
         )
-    made = {"tpu": lambda: TpuKernel.of(kind), "cpu": lambda: CpuKernel(keys_by_head=not whole)}
+    made = {"tpu": lambda: TpuKernel.of(kind), "cpu": lambda: CpuKernel(by_head=not whole)}
     return made[kernel]() if kernel in made else KERNELS[kernel]
 
 
@@ -80,7 +80,7 @@ def _best(platform: str, kind: str, whole: bool) -> BlockKernel:
         kernels = (CudnnKernel(), GpuKernel()) if whole else (GpuKernel(),)
     elif platform == "cpu":
         missing = CpuKernel().missing
-        kernels = (XlaKernel() if missing else CpuKernel(keys_by_head=not whole),)
+        kernels = (XlaKernel() if missing else CpuKernel(by_head=not whole),)
     else:
         kernels = (XlaKernel(),)
     if platform not in PLATFORMS:

@@ -51,7 +51,7 @@ Problem problem(const ffi::AnyBuffer& q, const ffi::AnyBuffer& kv, const Integer
   const int32_t* traced = numbers.typed_data();  // what only the running program knows
   p.q_slots = {traced[0], integer("q_size")};
   p.k_slots = {traced[1], integer("k_size")};
-  p.keys_by_head = integer("keys_by_head");
+  p.by_head = integer("by_head");
   p.mask.order = static_cast<Order>(integer("order"));
   p.mask.causal = integer("causal");
   p.mask.window = integer("window") > 0 ? integer("window") : kUnbounded;

@@ -57,6 +57,7 @@ struct Problem {
   Type type;
   const char* q;
   const char* kv;
+  bool by_head;
   Slots q_slots, k_slots;
   Mask mask;
   Rule rule;
@@ -67,17 +68,15 @@ struct Problem {
   long q_tiles() const { return (q_slots.size + kQueries - 1) / kQueries; }
   long row(long sequence, long head, long g) const { return ((sequence * kv_heads + head) * group + g) * q_len; }
 
-  bool keys_by_head;
-
-  // Queries lie by token, as the operator's caller has them: [B, L, K, G, D]. Keys do so too, [B, L, K, D + Dv], or by
-  // head, [B, K, L, D + Dv].
-  long q_step() const { return kv_heads * group; }
+  // Arrays with a head dim lie by head, [B, K, G, L, D] and [B, K, L, D + Dv], or by token, as the operator's caller
+  // has them: [B, L, K, G, D] and [B, L, K, D + Dv].
+  long q_step() const { return by_head ? 1 : kv_heads * group; }
   long query(long sequence, long slot, long head, long g) const {
-    return (sequence * q_len + slot) * q_step() + head * group + g;
+    return by_head ? row(sequence, head, g) + slot : (sequence * q_len + slot) * q_step() + head * group + g;
   }
-  long key_step() const { return keys_by_head ? 1 : kv_heads; }
+  long key_step() const { return by_head ? 1 : kv_heads; }
   long key(long sequence, long slot, long head) const {
-    return keys_by_head ? (sequence * kv_heads + head) * k_len + slot : (sequence * k_len + slot) * kv_heads + head;
+    return by_head ? (sequence * kv_heads + head) * k_len + slot : (sequence * k_len + slot) * kv_heads + head;
   }
 };
 
