@@ -217,6 +217,7 @@ def _plan(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.overrides)
     if args.plot is not None:
         _check_writable("--plot", args.plot)
+    from ringjax.planner.plan import Plan
     from ringjax.planner.request import answer
 
     vocab_size = config.model.vocab_size
@@ -239,7 +240,7 @@ def _plan(args: argparse.Namespace) -> int:
         plot=args.plot,
     )
     _print(json.dumps(result.as_dict()) if args.json else result)
-    return 0 if args.advise or result.fits else 1
+    return 1 if isinstance(result, Plan) and not result.fits else 0
 
 
 def _add_compile(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
