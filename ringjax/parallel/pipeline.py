@@ -1,8 +1,8 @@
 """Pipeline parallelism: groups of layers on stages of devices, microbatches passing from one to the next.
 
 All stages run in one program: a group of layers is `jax.vmap`-ed over the stages with `spmd_axis_name="stage"`, what
-passes to the next stage is rolled along a dim that is sharded over them (one `collective-permute`), and everything
-else is left to the compiler. The order is that of GPipe (arXiv:1811.06965), or, with more than one group of layers on
+passes to the next stage is a `ppermute` along the dim that is sharded over them, and everything else is left to the
+compiler. The order is that of GPipe (arXiv:1811.06965), or, with more than one group of layers on
 each stage, the circular one (the interleaved schedule of arXiv:2104.04473, without its eager backward pass): a
 microbatch goes round the stages `rounds` times, one group a visit. M microbatches on P stages take
 
@@ -22,9 +22,10 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 
-from ringjax.parallel.sharding import constrain, device_count
+from ringjax.parallel.sharding import activation_sharding, constrain, device_count
 
 AXIS = "stage"
+_DIMS = ("stage", "batch", "seq", "embed")  # of what the stages work on at one time, [P, b, S, M]
 
 
 @dataclass(frozen=True)
@@ -174,21 +175,19 @@ def _dims(x: jax.Array) -> tuple[str, ...]:
 
 def _hold(x: jax.Array, *places: None) -> jax.Array:
     """Keep [P, ..., b, S, M] on its devices."""
-    return constrain(x, "stage", *places, "batch", "seq", "embed")
+    return constrain(x, _DIMS[0], *places, *_DIMS[1:])
 
 
 def _shifted(x: jax.Array, by: int) -> jax.Array:
     """Every stage's array handed to the next one (by = 1) or the one before (by = -1), round the ends.
 
-    Its gradient is the same the other way. jax's own has another form, which costs the compiler two messages.
+    One message, said in so many words: of a `jnp.roll` the compiler may make another one in each direction, or, where
+    there are data devices besides, two exchanges of everything.
     """
-
-    @jax.custom_vjp
-    def shift(x: jax.Array) -> Any:
-        return _hold(jnp.roll(x, by, axis=0))
-
-    shift.defvjp(lambda x: (shift(x), None), lambda _, grad: (_shifted(grad, -by),))
-    return shift(x)
+    stages = x.shape[0]
+    ways = [(i, (i + by) % stages) for i in range(stages)]
+    spec = activation_sharding(jax.sharding.get_abstract_mesh(), *_DIMS).spec
+    return jax.shard_map(lambda x: jax.lax.ppermute(x, AXIS, ways), in_specs=spec, out_specs=spec)(x)
 
 
 def _at(stages: jax.Array, x: jax.Array, otherwise: jax.Array) -> jax.Array:

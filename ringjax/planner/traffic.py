@@ -13,7 +13,9 @@ Exact for programs that XLA compiles for CPUs, and so also of what is not the le
 
 Accelerators' compilers do better: one reduction of gradients over all axes, two sums of what comes back. For GPUs it
 is a reduce-scatter, but for the gradient of the head, which is summed whole and in float32 where the computation is
-in bfloat16. For TPUs it is an all-reduce, and the table is looked up in the computation's type.
+in bfloat16. With data devices besides, those of layers are summed whole; with those or stages, pieces of the table's
+are then summed over them, and with tensor devices too all of it is summed whole. For TPUs it is an all-reduce, and
+the table is looked up in the computation's type.
 
 Left out are scalars and what hops carry of the tokens besides keys and values, a few bytes for each.
 """
@@ -99,14 +101,26 @@ def _gradients(config: Config, size: Sizes, platform: str, layer: int) -> _Sent:
         yield "gradients", "all-reduce", ("seq",), of_layers + of_table + of_head
         return
     axes, pieces = ("data", "fsdp", "seq"), size.mesh["fsdp"] * size.mesh["seq"]
-    if platform == "tpu" or size.mesh["data"] > 1 or pieces == 1:
+    if platform == "tpu" or pieces == 1:
         yield "gradients", "all-reduce", axes, of_layers
         yield "gradients", "all-reduce", ("stage", *axes), of_table + of_head
         return
-    scattered = of_table + (of_head if size.wire == 4 else 0)
-    yield "gradients", "reduce-scatter", axes, of_layers // pieces
-    yield "gradients", "reduce-scatter", ("stage", *axes), scattered // pieces
-    yield "gradients", "all-reduce", ("stage", *axes), 0 if size.wire == 4 else parts * size.head * 4
+    if size.mesh["data"] > 1:
+        yield "gradients", "all-reduce", axes, of_layers
+    else:
+        yield "gradients", "reduce-scatter", axes, of_layers // pieces
+    norm, of_float32 = parts * size.dim * 4, of_head if size.wire == 4 else 0
+    whole = norm + (0 if of_float32 else parts * size.head * 4)
+    scattered = of_table - norm + of_float32
+    if size.mesh["data"] * size.mesh["stage"] == 1:
+        yield "gradients", "reduce-scatter", axes, (scattered + norm) // pieces
+        yield "gradients", "all-reduce", axes, whole - norm
+        return
+    if size.mesh["tensor"] > 1:
+        scattered, whole = 0, whole + scattered
+    yield "gradients", "reduce-scatter", ("fsdp", "seq"), scattered // pieces
+    yield "gradients", "all-reduce", ("stage", "data"), scattered // pieces
+    yield "gradients", "all-reduce", ("stage", *axes), whole
 
 
 def _ring(config: Config, size: Sizes) -> _Sent:

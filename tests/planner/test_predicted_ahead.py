@@ -76,9 +76,31 @@ def test_a_program_is_what_was_predicted(topology, platform, name):
     # The program's own text is memory too, some 50 MB on a TPU whatever the model; it is no part of the prediction.
     plan, predicted = found["memory"], memory(config, VOCAB, platform)
     assert 0.95 <= predicted.total / (plan["arguments"] + plan["temporaries"]) <= 1.15
+    check_sent(found, traffic(config, VOCAB, platform))
+
+
+def check_sent(found: dict, want: dict) -> None:
+    """Every kind and axis, and no other."""
     sent = {(one["kind"], tuple(one["axes"])): one["bytes"] for one in found["traffic"] if one["bytes"] > 10_000}
-    want = traffic(config, VOCAB, platform)
     assert sent.keys() == want.keys()
     for key, size in want.items():
         # Hops of tokens besides: 4 bytes each, to the kilobyte or so of its keys and values.
         assert size == pytest.approx(sent[key], rel=0.002), key
+
+
+@GPU
+@pytest.mark.parametrize(
+    "axes",
+    [
+        ("data", "stage", "seq"),
+        pytest.param(("data", "fsdp", "seq"), marks=SLOW),
+        pytest.param(("stage", "fsdp", "seq"), marks=SLOW),
+        pytest.param(("data", "seq", "tensor"), marks=SLOW),
+        pytest.param(("stage", "seq", "tensor"), marks=SLOW),
+    ],
+    ids="-".join,
+)
+def test_stages_and_data_send_what_was_predicted(axes):
+    settings = [*SMALL, *(f"mesh.{axis}=2" for axis in axes), "data.seq_len=16384", "data.batch=8"]
+    want = traffic(load_config(ROOT / "configs" / "quickstart.yaml", settings), VOCAB, "gpu")
+    check_sent(compiled("h100:8", settings), want)
