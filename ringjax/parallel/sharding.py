@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def device_count(dim: str) -> int:
     return math.prod(sizes.get(axis, 1) for axis in _axes(dim).used)
 
 
-def activation_sharding(mesh: Mesh, *dims: str | None) -> NamedSharding:
+def activation_sharding(mesh: Mesh | AbstractMesh, *dims: str | None) -> NamedSharding:
     """The sharding of a tensor in use on a given mesh: what a batch is put on the devices with."""
     return NamedSharding(mesh, _restrict(used(dims), mesh))
 
