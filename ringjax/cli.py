@@ -126,12 +126,11 @@ def _print(result: object) -> None:
     """To standard output, of which a reader may close the other end: `ringjax plan ... | head -1`."""
     try:
         print(result, flush=True)
-    except BrokenPipeError:
+    except OSError as error:
         # Python would try again when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise UserError(f"cannot write the result: {error.strerror}") from error
+        if not isinstance(error, BrokenPipeError):
+            raise UserError(f"cannot write the result: {error.strerror}") from error
 
 
 def _add_traceback(parser: argparse.ArgumentParser) -> None:

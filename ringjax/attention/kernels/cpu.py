@@ -60,14 +60,11 @@ class CpuKernel(BlockKernel):
 
     def forward(self, q, kv, relation, rule, heads, before, q_slots, k_slots) -> Partial:
         arrays = (*_told(q, kv, relation, rule, heads, q_slots, k_slots), *before)
-        return Partial(*self._call("forward", arrays, 2, self._settings(relation, rule, q_slots, k_slots)))
+        return Partial(*self._call("forward", arrays, 2, _settings(relation, rule, q_slots, k_slots)))
 
     def backward(self, q, kv, relation, rule, heads, lse, delta, dout, before, q_slots, k_slots) -> Gradients:
         arrays = (*_told(q, kv, relation, rule, heads, q_slots, k_slots), lse, delta, dout.astype(q.dtype), *before)
-        return Gradients(*self._call("backward", arrays, 2, self._settings(relation, rule, q_slots, k_slots)))
-
-    def _settings(self, *call: Any) -> dict[str, Any]:
-        return {**_settings(*call), "by_head": np.int64(self.by_head)}
+        return Gradients(*self._call("backward", arrays, 2, _settings(relation, rule, q_slots, k_slots)))
 
     def _call(self, what: str, arrays: tuple, written_over: int, settings: dict[str, Any]) -> Sequence[jax.Array]:
         """Call the C++ function on arrays, the last of which are what the results are added to, in their memory."""
@@ -82,7 +79,7 @@ class CpuKernel(BlockKernel):
             input_output_aliases={first + i: i for i in range(written_over)},
             vmap_method="sequential",
         )
-        return call(*arrays, **settings)
+        return call(*arrays, by_head=np.int64(self.by_head), **settings)
 
 
 def _told(

@@ -53,8 +53,9 @@ def get_kernel(kernel: str | BlockKernel, platform: str, kind: str = "", whole: 
             f"kernel {kernel!r} runs on {needed[0].upper()}s, and the devices here are {platform.upper()}s; use "
             "'auto', which takes the best one for them, or 'xla', which runs everywhere"
         )
-    made = {"tpu": lambda: TpuKernel.of(kind), "cpu": lambda: CpuKernel(by_head=not whole)}
-    return made[kernel]() if kernel in made else KERNELS[kernel]
+    if kernel == "tpu":
+        return TpuKernel.of(kind)
+    return CpuKernel(by_head=not whole) if kernel == "cpu" else KERNELS[kernel]
 
 
 def _best(platform: str, kind: str, whole: bool) -> BlockKernel:
