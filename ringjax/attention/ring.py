@@ -211,6 +211,8 @@ class Ring:
             dkv, following_block = jax.lax.optimization_barrier((dkv, following_block))
             return following_block, Gradients(dq, dkv)
         following_block = _hop(route, block) if following else None
+        if arrived is not None and not self.kernel.covers_hops:
+            return following_block, attend(block, Gradients(dq, arrived))
         dq, nothing = _nothing_yet(dq, block.kv)
         dq, share = attend(block, Gradients(dq, nothing))
         return following_block, Gradients(dq, share if arrived is None else arrived + share)

@@ -119,6 +119,11 @@ class BlockKernel(ABC):
         """Whether dq and dkv are computed apart, so that either can be had alone at no more than its share."""
         return False
 
+    @property
+    def covers_hops(self) -> bool:
+        """Whether a transfer can run under this kernel. Where none can, the ring does not prepare for it."""
+        return True
+
     def refusal(self, q: jax.Array, kv: jax.Array, relation: Relation, rule: ScoreRule) -> str | None:
         """Why this kernel cannot do a call, None if it can.
 

@@ -55,6 +55,10 @@ class CpuKernel(BlockKernel):
         """What this machine lacks, None if nothing. The first use may compile."""
         return cpu_library.problem(self.flags)
 
+    @property
+    def covers_hops(self) -> bool:
+        return False  # XLA does one thing after another on a CPU
+
     def refusal(self, q, kv, relation, rule) -> str | None:
         return self.missing
 

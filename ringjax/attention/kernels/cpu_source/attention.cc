@@ -84,7 +84,7 @@ void run_forward(ffi::ThreadPool& pool, const Problem& p, float* out, float* lse
   const long tiles = p.q_tiles(), heads = p.batch * p.kv_heads * p.group;
   // Small blocks in smaller pieces, so that there are some for every thread; not smaller than that takes, since each
   // fetches all keys. How queries are cut changes no result.
-  const long size = std::max(1L, std::min(kForwardChunk, tiles * heads / (2 * static_cast<long>(pool.num_threads()))));
+  const long size = std::max(1L, std::min(kForwardChunk, tiles * heads / (2 * threads(pool))));
   const long pieces = (tiles + size - 1) / size;
   run_all(pool, heads * pieces, [&](long i) {
     // Late queries, which see most under a causal mask, come first.
@@ -98,31 +98,13 @@ template <class Engine>
 void run_backward(ffi::ThreadPool& pool, const Problem& p, const float* lse, const float* delta, const char* dout,
                   float* dq, float* dkv) {
   const Backward<Engine> backward(p, lse, delta, dout, dq);
-  const long heads = p.batch * p.kv_heads, chunks = (p.q_tiles() + kBackwardChunk - 1) / kBackwardChunk * p.group;
-  const long width = p.dim + p.value_dim, size = p.k_len * width;
-  // Where there are few heads, the queries of each are shared out too. All but one of the parts then sum dk and dv in
-  // memory of their own.
-  const long parts = std::max(1L, std::min({chunks, 16 / heads, 4L}));
-  std::vector<float> sums((parts - 1) * heads * size);
-  run_all(pool, heads * parts, [&](long i) {
-    const long head = i % heads, part = parts - 1 - i / heads;
-    if (part) {
-      float* to = sums.data() + ((part - 1) * heads + head) * size;
-      backward.run(head / p.kv_heads, head % p.kv_heads, part, parts, to, width);
-    } else {
-      float* to = dkv + p.key(head / p.kv_heads, 0, head % p.kv_heads) * width;
-      backward.run(head / p.kv_heads, head % p.kv_heads, part, parts, to, p.key_step() * width);
-    }
-  });
-  if (parts == 1) return;
-  run_all(pool, heads, [&](long head) {
-    for (long slot = p.k_slots.start; slot < p.k_slots.start + p.k_slots.size; slot++) {
-      float* to = dkv + p.key(head / p.kv_heads, slot, head % p.kv_heads) * width;
-      for (long part = 0; part + 1 < parts; part++) {
-        const float* from = sums.data() + (part * heads + head) * size + slot * width;
-        for (long i = 0; i < width; i++) to[i] += from[i];
-      }
-    }
+  const long heads = p.batch * p.kv_heads, chunks = backward.chunks();
+  std::vector<Turn::Tiles> tiles(heads * chunks);
+  run_all(pool, heads * chunks, [&](long i) {
+    // Late queries, which see most under a causal mask, come first.
+    const long head = i % heads;
+    Turn turn(i < heads ? nullptr : &tiles[i - heads], tiles[i]);
+    backward.run(head / p.kv_heads, head % p.kv_heads, chunks - 1 - i / heads, dkv, turn);
   });
 }
 

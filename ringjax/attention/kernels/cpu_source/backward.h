@@ -3,6 +3,7 @@
 
 #include <cmath>
 
+#include "parallel.h"
 #include "scores.h"
 
 namespace ringjax {
@@ -14,14 +15,13 @@ class Backward {
   Backward(const Problem& p, const float* lse, const float* delta, const char* dout, float* dq)
       : p_(p), lse_(lse), delta_(delta), dout_(dout), dq_(dq) {}
 
-  // Chunks number, number + step, ... of the queries of all heads that share a key/value head. `dkv` is of that
-  // head's slots, one every `dkv_step` numbers; what these queries give is added.
-  void run(long sequence, long head, long number, long step, float* dkv, long dkv_step) const {
-    const long per_head = (p_.q_tiles() + kBackwardChunk - 1) / kBackwardChunk;
-    for (long chunk = number; chunk < per_head * p_.group; chunk += step) {
-      const long first = chunk % per_head * kBackwardChunk, last = std::min(first + kBackwardChunk, p_.q_tiles());
-      run_chunk(sequence, head, chunk / per_head, first, last, dkv, dkv_step);
-    }
+  // Chunks of the queries of all heads that share a key/value head.
+  long chunks() const { return per_head() * p_.group; }
+
+  // One of them: what its queries give is added to the gradients, in turn with the other chunks.
+  void run(long sequence, long head, long chunk, float* dkv, Turn& turn) const {
+    const long first = chunk % per_head() * kBackwardChunk, last = std::min(first + kBackwardChunk, p_.q_tiles());
+    run_chunk(sequence, head, chunk / per_head(), first, last, dkv, turn);
   }
 
  private:
@@ -36,7 +36,9 @@ class Backward {
     float *weights, *ds, *kept, *slopes;
   };
 
-  void run_chunk(long sequence, long head, long g, long first, long last, float* dkv, long dkv_step) const {
+  long per_head() const { return (p_.q_tiles() + kBackwardChunk - 1) / kBackwardChunk; }
+
+  void run_chunk(long sequence, long head, long g, long first, long last, float* dkv, Turn& turn) const {
     constexpr long kKeys = Engine::kBackwardKeys;
     Scratch& scratch = Scratch::fresh();
     const Engine engine(p_, scratch);
@@ -55,13 +57,14 @@ class Backward {
         const View seen = view(p_.mask, tiles[i].side.tokens, side.tokens);
         if (seen == View::kNothing) continue;
         if (!side.loaded) {
-          side.inspect(p_);
-          engine.load_keys(side, keys, true);
+          fetch_keys(engine, p_, side, keys, true);
           engine.clear(gradients, kKeys);
         }
         attend(engine, tiles[i], side, keys, seen, room, gradients);
       }
-      if (side.loaded) add_to(engine, side, gradients, dkv + (p_.k_slots.start + key) * dkv_step, dkv_step);
+      turn.await(key / kKeys);
+      if (side.loaded) add_to(engine, side, gradients, dkv);
+      turn.done(key / kKeys);
     }
     float* row = scratch.take<float>(engine.width());
     for (long i = 0; i < last - first; i++) {
@@ -81,8 +84,7 @@ class Backward {
       tile.delta[i] = 0;
       if (i >= side.count) continue;
       const float lse = lse_[side.row + i], delta = delta_[side.row + i];
-      if (std::isnan(lse) || !std::isfinite(delta) ||
-          !finite(p_.type, p_.q, p_.dim, side.at(i)) || !finite(p_.type, dout_, p_.value_dim, side.at(i))) {
+      if (std::isnan(lse) || !std::isfinite(delta)) {
         side.mark(i);
       } else if (lse != -kInfinity) {
         tile.lse[i] = static_cast<float>(lse * kLog2e);
@@ -90,7 +92,7 @@ class Backward {
       }
     }
     tile.queries = engine.queries(scratch, true);
-    engine.load_queries(side, dout_, tile.queries);
+    fetch_queries(engine, p_, side, dout_, tile.queries);
   }
 
   template <typename Side, typename Keys, typename Gradients>
@@ -136,10 +138,10 @@ class Backward {
   }
 
   template <typename Side, typename Gradients>
-  void add_to(const Engine& engine, const Side& side, const Gradients& gradients, float* dkv, long step) const {
+  void add_to(const Engine& engine, const Side& side, const Gradients& gradients, float* dkv) const {
     for (long j = 0; j < side.count; j++) {
       const float *dk = gradients.dk + j * engine.width(), *dv = gradients.dv + j * engine.value_width();
-      float* to = dkv + j * step;
+      float* to = dkv + side.at(j) * (p_.dim + p_.value_dim);
       for (long d = 0; d < p_.dim; d++) to[d] += dk[d];
       for (long d = 0; d < p_.value_dim; d++) to[p_.dim + d] += dv[d];
     }

@@ -72,7 +72,7 @@ class AmxEngine {
   }
 
   template <typename Side>
-  void load_keys(const Side& side, Keys& keys, bool backward) const {
+  bool load_keys(const Side& side, Keys& keys, bool backward) const {
     const long row = p_.dim + p_.value_dim;
     const uint16_t* from = reinterpret_cast<const uint16_t*>(p_.kv) + side.row * row;
     for (long j = 0; j < keys.count; j++, from += side.step * row) {
@@ -85,6 +85,7 @@ class AmxEngine {
     } else {
       transpose(keys.v, keys.count, value_width_, keys.v_t);
     }
+    return whole(keys.k, keys.count * width_) && whole(keys.v, keys.count * value_width_);
   }
 
   Queries queries(Scratch& scratch, bool backward) const {
@@ -99,18 +100,19 @@ class AmxEngine {
     return q;
   }
 
-  void load_queries(const QuerySide& side, const char* dout, Queries& q) const {
-    load_rows(side, p_.q, p_.dim, width_, q.q_t, q.q);
-    if (dout) load_rows(side, dout, p_.value_dim, value_width_, q.dout_t, q.dout);
+  bool load_queries(const QuerySide& side, const char* dout, Queries& q) const {
+    bool whole = load_rows(side, p_.q, p_.dim, width_, q.q_t, q.q);
+    if (dout) whole &= load_rows(side, dout, p_.value_dim, value_width_, q.dout_t, q.dout);
+    return whole;
   }
 
   void score(const QuerySide& side, const Keys& keys, const Queries& q, Span span, float* scores) const {
-    multiply(keys.k + span.first * width_, width_, q.q_t, kQueries, scores, kQueries, whole(span), lanes(side), width_,
+    multiply(keys.k + span.first * width_, width_, q.q_t, kQueries, scores, kQueries, whole_steps(span), lanes(side), width_,
              false);
   }
 
   void score_values(const QuerySide& side, const Keys& keys, const Queries& q, Span span, float* products) const {
-    multiply(keys.v + span.first * value_width_, value_width_, q.dout_t, kQueries, products, kQueries, whole(span),
+    multiply(keys.v + span.first * value_width_, value_width_, q.dout_t, kQueries, products, kQueries, whole_steps(span),
              lanes(side), value_width_, false);
   }
 
@@ -128,7 +130,7 @@ class AmxEngine {
       }
     }
     multiply(keys.v_t + span.first, keys.count, keys.weights, kQueries, q.sum, kQueries, value_width_, lanes(side),
-             whole(span), true);
+             whole_steps(span), true);
   }
 
   Gradients gradients(Scratch& scratch, long tile) const {
@@ -146,12 +148,12 @@ class AmxEngine {
     round(weights, count, keys.of_dv);
     round(ds, count, keys.of_dk);
     pair(ds, count, keys.weights);
-    multiply(keys.of_dv, kQueries, q.dout, value_width_, of.dv + span.first * value_width_, value_width_, whole(span),
+    multiply(keys.of_dv, kQueries, q.dout, value_width_, of.dv + span.first * value_width_, value_width_, whole_steps(span),
              value_width_, lanes(side), true);
-    multiply(keys.of_dk, kQueries, q.q, width_, of.dk + span.first * width_, width_, whole(span), width_, lanes(side),
+    multiply(keys.of_dk, kQueries, q.q, width_, of.dk + span.first * width_, width_, whole_steps(span), width_, lanes(side),
              true);
     multiply(keys.k_t + span.first, keys.count, keys.weights, kQueries, q.sum, kQueries, width_, lanes(side),
-             whole(span), true);
+             whole_steps(span), true);
   }
 
   const float* sum_row(const Queries& q, long i, bool backward, float* row) const {
@@ -164,7 +166,7 @@ class AmxEngine {
   long value_width() const { return value_width_; }
 
  private:
-  static long whole(Span span) { return round_up(span.last - span.first, kKeyStep); }
+  static long whole_steps(Span span) { return round_up(span.last - span.first, kKeyStep); }
   static long lanes(const QuerySide& side) { return round_up(side.lanes, 32); }
 
   // C (+)= A B, all sizes multiples of 32: four tiles of C at a time. Rows of B hold pairs.
@@ -204,6 +206,10 @@ class AmxEngine {
       }
     }
     asm volatile("" ::: "memory");
+  }
+
+  static bool whole(const uint16_t* x, long count) {
+    return finite(Type::kBFloat16, reinterpret_cast<const char*>(x), count, 0);
   }
 
   static void copy(const uint16_t* from, long count, uint16_t* to, long width) {
@@ -270,7 +276,7 @@ class AmxEngine {
   }
 
   // Queries as pairs along the head dim, and, if asked for, as pairs of queries.
-  void load_rows(const QuerySide& side, const char* array, long dim, long width, uint32_t* along_dim,
+  bool load_rows(const QuerySide& side, const char* array, long dim, long width, uint32_t* along_dim,
                  uint32_t* of_queries) const {
     const uint16_t* from = reinterpret_cast<const uint16_t*>(array) + side.query * dim;
     for (long i = 0; i < kQueries; i++) {
@@ -284,13 +290,15 @@ class AmxEngine {
         _mm512_storeu_si512(along_dim + d * kQueries + x, pairs);
       }
     }
-    if (!of_queries) return;
-    for (long x = 0; x < kQueries; x += 2) {
-      for (long d = 0; d < width; d++) {
-        const uint32_t first = rows_[x * width + d], second = rows_[(x + 1) * width + d];
-        of_queries[x / 2 * width + d] = first | second << 16;
+    if (of_queries) {
+      for (long x = 0; x < kQueries; x += 2) {
+        for (long d = 0; d < width; d++) {
+          const uint32_t first = rows_[x * width + d], second = rows_[(x + 1) * width + d];
+          of_queries[x / 2 * width + d] = first | second << 16;
+        }
       }
     }
+    return whole(rows_, kQueries * width);
   }
 
   const Problem& p_;

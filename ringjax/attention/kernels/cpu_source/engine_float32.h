@@ -10,7 +10,7 @@ namespace ringjax {
 
 class Float32Engine {
  public:
-  static constexpr long kForwardKeys = 128, kBackwardKeys = 64;  // of a tile: scores stay in the first cache
+  static constexpr long kForwardKeys = kQueries == 96 ? 96 : 128, kBackwardKeys = 64;  // of a tile
   static constexpr long kKeyStep = 1;                            // what the first key of a span is a multiple of
 
   struct Keys {
@@ -29,8 +29,9 @@ class Float32Engine {
     return {scratch.take<float>(tile * width_), scratch.take<float>(tile * value_width_)};
   }
 
+  // Fetches all keys of a tile but those marked as bad; whether all that was fetched is finite.
   template <typename Side>
-  void load_keys(const Side& side, Keys& keys, bool) const {
+  bool load_keys(const Side& side, Keys& keys, bool) const {
     const long size = item_size(p_.type), bytes = size * (p_.dim + p_.value_dim);
     for (long j = 0; j < side.count; j++) {
       const char* row = p_.kv + side.at(j) * bytes;
@@ -38,6 +39,7 @@ class Float32Engine {
       to_float(p_.type, row, bad ? 0 : p_.dim, keys.k + j * width_, width_);
       to_float(p_.type, row + p_.dim * size, bad ? 0 : p_.value_dim, keys.v + j * value_width_, value_width_);
     }
+    return finite(keys.k, side.count * width_) && finite(keys.v, side.count * value_width_);
   }
 
   Queries queries(Scratch& scratch, bool backward) const {
@@ -52,9 +54,11 @@ class Float32Engine {
     return q;
   }
 
-  void load_queries(const QuerySide& side, const char* dout, Queries& q) const {
-    load_rows(side, p_.q, p_.dim, q.q, q.q_t, width_);
-    if (dout) load_rows(side, dout, p_.value_dim, q.dout, q.dout_t, value_width_);
+  // Likewise.
+  bool load_queries(const QuerySide& side, const char* dout, Queries& q) const {
+    bool whole = load_rows(side, p_.q, p_.dim, q.q, q.q_t, width_);
+    if (dout) whole &= load_rows(side, dout, p_.value_dim, q.dout, q.dout_t, value_width_);
+    return whole;
   }
 
   void score(const QuerySide& side, const Keys& keys, const Queries& q, Span span, float* scores) const {
@@ -114,15 +118,23 @@ class Float32Engine {
              span.last - span.first, side.lanes);
   }
 
-  void load_rows(const QuerySide& side, const char* from, long dim, float* rows, float* transposed, long width) const {
+  bool load_rows(const QuerySide& side, const char* from, long dim, float* rows, float* transposed, long width) const {
     const long bytes = item_size(p_.type) * dim;
     for (long i = 0; i < kQueries; i++) {
       const bool absent = i >= side.count || side.bad[i];
       to_float(p_.type, from + (absent ? 0 : side.at(i)) * bytes, absent ? 0 : dim, rows + i * width, width);
     }
-    for (long d = 0; d < width; d++) {
-      for (long i = 0; i < kQueries; i++) transposed[d * kQueries + i] = rows[i * width + d];
+    for (long i = 0; i < kQueries; i += kLanes) {
+      for (long d = 0; d < width; d += kLanes) {
+        Vec square[kLanes];
+#pragma GCC unroll 16
+        for (long x = 0; x < kLanes; x++) square[x] = load(rows + (i + x) * width + d);
+        transpose(square);
+#pragma GCC unroll 16
+        for (long x = 0; x < kLanes; x++) store(transposed + (d + x) * kQueries + i, square[x]);
+      }
     }
+    return finite(rows, kQueries * width);
   }
 
   const Problem& p_;

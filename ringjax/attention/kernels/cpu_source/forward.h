@@ -86,10 +86,7 @@ class Forward {
       for (long i = 0; i < last - first; i++) {
         const View seen = view(p_.mask, tiles[i].side.tokens, side.tokens);
         if (seen == View::kNothing) continue;
-        if (!side.loaded) {
-          side.inspect(p_);
-          engine.load_keys(side, keys, false);
-        }
+        if (!side.loaded) fetch_keys(engine, p_, side, keys, false);
         attend(engine, tiles[i], side, keys, seen, scores, kept);
       }
     }
@@ -106,14 +103,9 @@ class Forward {
 
   void prepare(const Engine& engine, Scratch& scratch, Tile& tile, long sequence, long head, long g, long number) const {
     tile.side.start(p_, sequence, head, g, number * kQueries);
-    if (!finite(p_.type, p_.q, p_.dim, tile.side.count, [&](long i) { return tile.side.at(i); })) {
-      for (long i = 0; i < tile.side.count; i++) {
-        if (!finite(p_.type, p_.q, p_.dim, tile.side.at(i))) tile.side.mark(i);
-      }
-    }
     tile.softmax.start();
     tile.queries = engine.queries(scratch, false);
-    engine.load_queries(tile.side, nullptr, tile.queries);
+    fetch_queries(engine, p_, tile.side, nullptr, tile.queries);
   }
 
   template <typename Side, typename Keys>
@@ -143,17 +135,27 @@ class Forward {
 
   // The merge of softmax.py with what is in the results.
   void finish(const Engine& engine, const Tile& tile, float* room) const {
-    for (long i = 0; i < tile.side.count; i++) {
-      const float total = tile.softmax.total[i];
-      if (total == 0) continue;  // saw nothing here
-      const float old = lse_[tile.side.row + i], mine = static_cast<float>(tile.softmax.top[i] * kLn2 + std::log(total));
-      const float top = std::max(old, mine), weight = std::exp(mine - top), old_weight = std::exp(old - top);
-      const float sum = weight + old_weight;
-      lse_[tile.side.row + i] = std::isnan(mine) ? mine : top + std::log(sum);
-      const float share = weight / sum / total, old_share = old_weight / sum;
+    const QuerySide& side = tile.side;
+    float lse[kQueries], share[kQueries], old_share[kQueries];
+    std::fill_n(lse, kQueries, -kInfinity);
+    std::memcpy(lse, lse_ + side.row, side.count * sizeof *lse);
+    const Factor unit(kLog2e);
+    for (long x = 0; x < side.lanes; x += kLanes) {
+      const Vec old = load(lse + x), top = load(tile.softmax.top + x), total = load(tile.softmax.total + x);
+      const Vec most = larger(top, unit.power(old, Vec{}));
+      const Vec weight = exp2(top - most), old_weight = exp2(unit.power(old, most));
+      const Vec sum = weight * total + old_weight;
+      // What saw nothing here has a total of 0.
+      store(lse + x, total == 0.0f ? old : most * static_cast<float>(kLn2) + log(sum));
+      store(share + x, weight / sum);
+      store(old_share + x, old_weight / sum);
+    }
+    std::memcpy(lse_ + side.row, lse, side.count * sizeof *lse);
+    for (long i = 0; i < side.count; i++) {
+      if (tile.softmax.total[i] == 0) continue;
       const float* row = engine.sum_row(tile.queries, i, false, room);
-      float* out = out_ + tile.side.at(i) * p_.value_dim;
-      for (long d = 0; d < p_.value_dim; d++) out[d] = out[d] * old_share + row[d] * share;
+      float* out = out_ + side.at(i) * p_.value_dim;
+      for (long d = 0; d < p_.value_dim; d++) out[d] = out[d] * old_share[i] + row[d] * share[i];
     }
   }
 

@@ -9,8 +9,14 @@
 
 namespace ringjax {
 
-constexpr long kQueries = 64;                    // of a tile: the width of a tile of scores
-constexpr long kForwardChunk = 16, kBackwardChunk = 8;  // tiles of queries that share a loaded tile of keys
+// Of a tile: the width of a tile of scores. A whole number of the blocks that product.h multiplies at a time.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr long kQueries = 96;
+#else
+constexpr long kQueries = 64;
+#endif
+// Tiles of queries that share a loaded tile of keys.
+constexpr long kForwardChunk = (1024 + kQueries - 1) / kQueries, kBackwardChunk = (512 + kQueries - 1) / kQueries;
 constexpr long kUnbounded = int64_t{1} << 40;    // more than any two int32 positions are apart
 
 enum class Type { kFloat32, kBFloat16, kFloat16 };

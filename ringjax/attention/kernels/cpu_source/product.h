@@ -5,13 +5,17 @@
 
 namespace ringjax {
 
-// Accumulators of one inner loop: rows times vectors, all in registers beside the vectors of B and one of A.
+// Sums of one inner loop: rows times vectors, all in registers beside the vectors of B and one of A. Where two units
+// with a latency of 4 are to be kept busy, no less than 8.
 #if defined(__AVX512F__) || defined(__aarch64__)
-constexpr int kRows = 6, kVectors = 4;
+constexpr int kVectors = 4;
+constexpr int rows_of(int) { return 6; }
 #elif defined(__AVX2__) && defined(__FMA__)
-constexpr int kRows = 6, kVectors = 2;  // 15 of 16 registers: enough sums to keep two units of a latency of 4 busy
+constexpr int kVectors = 3;
+constexpr int rows_of(int vectors) { return vectors == 3 ? 4 : 6; }
 #else
-constexpr int kRows = 4, kVectors = 2;
+constexpr int kVectors = 2;
+constexpr int rows_of(int) { return 4; }
 #endif
 
 // One product. A has an element at a[i * a_row + t * a_col]; rows of B and of C are contiguous.
@@ -74,11 +78,19 @@ inline void multiply_rest(const Product& p, long row, long col, long rows) {
 
 template <int N>
 __attribute__((noinline)) void multiply_columns(const Product& p, long col, long rows) {
+  constexpr int kRows = rows_of(N);
   long row = 0;
-  for (; row + kRows <= rows; row += kRows) multiply_block<kRows, N>(p, row, col);
-  if constexpr (N == kVectors) {
-    if (row < rows) multiply_rest<kRows - 1, N>(p, row, col, rows - row);
+  if constexpr (N > 1) {
+    // What is left over is shared by the last two blocks: few rows do not keep the units busy.
+    for (; rows - row >= 2 * kRows || rows - row == kRows; row += kRows) multiply_block<kRows, N>(p, row, col);
+    if (rows - row > kRows) {
+      const long half = (rows - row + 1) / 2;
+      multiply_rest<kRows, N>(p, row, col, half);
+      row += half;
+    }
+    if (row < rows) multiply_rest<kRows, N>(p, row, col, rows - row);
   } else {
+    for (; row + kRows <= rows; row += kRows) multiply_block<kRows, N>(p, row, col);
     for (; row < rows; row++) multiply_block<1, N>(p, row, col);  // rare: not worth the time to compile more of them
   }
 }
@@ -86,7 +98,17 @@ __attribute__((noinline)) void multiply_columns(const Product& p, long col, long
 // All of C, rows x cols; cols is a multiple of kLanes.
 inline void multiply(const Product& p, long rows, long cols) {
   long col = 0;
-  for (; col + kVectors * kLanes <= cols; col += kVectors * kLanes) multiply_columns<kVectors>(p, col, rows);
+  if constexpr (kVectors == 4) {
+    for (; col + 4 * kLanes <= cols; col += 4 * kLanes) multiply_columns<4>(p, col, rows);
+  }
+  if constexpr (kVectors == 3) {
+    // Three vectors take less fetching, but rows that lie one after another: four of them are few in one line of a
+    // cache. None may be left with a single vector.
+    const auto fits = [](long left) { return left >= 3 && left != 4; };
+    if (p.a_col == 1) {
+      for (; fits((cols - col) / kLanes); col += 3 * kLanes) multiply_columns<3>(p, col, rows);
+    }
+  }
   for (; col + 2 * kLanes <= cols; col += 2 * kLanes) multiply_columns<2>(p, col, rows);
   for (; col < cols; col += kLanes) multiply_columns<1>(p, col, rows);
 }

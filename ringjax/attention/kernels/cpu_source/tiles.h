@@ -16,11 +16,12 @@ inline float from_bits(uint32_t bits) {
   return x;
 }
 
-// Of a number that is finite.
+// What is not finite becomes an infinity.
 inline float half_to_float(uint16_t half) {
   const uint32_t sign = uint32_t{half & 0x8000u} << 16, rest = half & 0x7fffu;
   const float size = rest < 0x400 ? rest * 5.9604644775390625e-8f : from_bits((rest << 13) + (112u << 23));  // 2^-24
-  return sign ? -size : size;
+  const float known = rest < 0x7c00 ? size : kInfinity;
+  return sign ? -known : known;
 }
 
 // `count` numbers at `from` as float32, followed by zeros up to `width`.
@@ -71,6 +72,10 @@ inline bool finite(Type type, const char* array, long count, long rows, At at) {
 
 inline bool finite(Type type, const char* array, long count, long row) {
   return finite(type, array, count, 1, [row](long) { return row; });
+}
+
+inline bool finite(const float* x, long count) {
+  return finite(Type::kFloat32, reinterpret_cast<const char*>(x), count, 0);
 }
 
 // Tokens of `count` slots from `first` on, written to `positions` where they follow from the slots.
@@ -127,6 +132,13 @@ struct QuerySide {
     broken = true;
   }
 
+  // Finds what is not finite.
+  void inspect(const Problem& p, const char* dout) {
+    for (long i = 0; i < count; i++) {
+      if (!finite(p.type, p.q, p.dim, at(i)) || (dout && !finite(p.type, dout, p.value_dim, at(i)))) mark(i);
+    }
+  }
+
  private:
   void copy(const int32_t*& from, int32_t* to) {
     if (!from) return;
@@ -150,6 +162,7 @@ struct KeySide {
     row = p.key(sequence, p.k_slots.start + first, head);
     step = p.key_step();
     loaded = broken = false;
+    std::memset(bad, 0, sizeof bad);
     tokens = tile_tokens(p, false, sequence, first, count, positions);
   }
 
@@ -157,12 +170,27 @@ struct KeySide {
 
   // Finds what is not finite.
   void inspect(const Problem& p) {
-    const long width = p.dim + p.value_dim;
-    broken = !finite(p.type, p.kv, width, count, [this](long j) { return at(j); });
-    for (long j = 0; j < count; j++) bad[j] = broken && !finite(p.type, p.kv, width, at(j));
-    loaded = true;
+    broken = true;
+    for (long j = 0; j < count; j++) bad[j] = !finite(p.type, p.kv, p.dim + p.value_dim, at(j));
   }
 };
+
+// Fetch a tile, and if anything in it is not finite find and mark what, and fetch it again without.
+template <class Engine, typename Side>
+void fetch_keys(const Engine& engine, const Problem& p, Side& side, typename Engine::Keys& keys, bool backward) {
+  side.loaded = true;
+  if (engine.load_keys(side, keys, backward)) return;
+  side.inspect(p);
+  engine.load_keys(side, keys, backward);
+}
+
+template <class Engine>
+void fetch_queries(const Engine& engine, const Problem& p, QuerySide& side, const char* dout,
+                   typename Engine::Queries& queries) {
+  if (engine.load_queries(side, dout, queries)) return;
+  side.inspect(p, dout);
+  engine.load_queries(side, dout, queries);
+}
 
 // The keys of a tile that have to be looked at: [first, last).
 struct Span {

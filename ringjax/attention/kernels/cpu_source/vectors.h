@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <utility>
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -48,7 +49,7 @@ inline IVec all(int32_t x) { return x - IVec{}; }
 // Of two numbers the larger; b if one is NaN.
 inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
 
-// 2^x to a unit in the last place. 0 where x is -inf or below -126, NaN where x is NaN. x is no more than 127.
+// 2^x to 1.3 units in the last place. 0 where x is -inf or below -126, NaN where x is NaN. x is no more than 127.
 inline Vec exp2(Vec x) {
   // x = n + r with n whole and |r| <= 1/2; 2^r by the polynomial of least relative error.
 #if defined(__AVX512DQ__)
@@ -60,11 +61,10 @@ inline Vec exp2(Vec x) {
   const Vec n = shifted - magic;
   const Vec r = x - n;
 #endif
-  Vec p = r * 0.0001534581242594868f + 0.0013399930903688073f;
-  p = p * r + 0.009618489071726799f;
-  p = p * r + 0.05550328642129898f;
-  p = p * r + 0.24022646248340607f;
-  p = p * r + 0.6931471824645996f;
+  Vec p = r * 0.001326472731307149f + 0.009671512991189957f;
+  p = p * r + 0.05550733581185341f;
+  p = p * r + 0.24022242426872253f;
+  p = p * r + 0.6931470036506653f;
   p = p * r + 1.0f;
 #if defined(__AVX512DQ__)
   return _mm512_scalef_ps(p, n);
@@ -78,6 +78,53 @@ inline Vec exp2(Vec x) {
   std::memcpy(&result, &power, sizeof result);
   return x < -126.0f ? Vec{} : result;
 #endif
+}
+
+// log(x) to 1e-7, or a unit in the last place if that is more, of a normal number; NaN if x is NaN.
+inline Vec log(Vec x) {
+  // x = 2^n m with m between the roots of 1/2 and 2; log(m) by the polynomial of least error.
+  UVec bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  const IVec n = (IVec)(bits - 0x3f3504f3u) >> 23;
+  bits -= (UVec)n << 23;
+  Vec m;
+  std::memcpy(&m, &bits, sizeof m);
+  const Vec f = m - 1.0f;
+  Vec p = f * 0.08672191947698593f - 0.14379015564918518f;
+  p = p * f + 0.14977993071079254f;
+  p = p * f - 0.16564424335956573f;
+  p = p * f + 0.19954875111579895f;
+  p = p * f - 0.250016987323761f;
+  p = p * f + 0.33334165811538696f;
+  p = p * f - 0.5f;
+  const Vec result = __builtin_convertvector(n, Vec) * static_cast<float>(kLn2) + (p * (f * f) + f);
+  return x == x ? result : x;
+}
+
+// Every second lane from a, the others from b, of both lower (kFirst = 0) or upper (kFirst = kLanes / 2) halves.
+template <int kFirst, int... kLane>
+inline Vec interleave(Vec a, Vec b, std::integer_sequence<int, kLane...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, (kFirst + kLane / 2 + kLane % 2 * kLanes)...);
+#else
+  return __builtin_shuffle(a, b, IVec{(kFirst + kLane / 2 + kLane % 2 * kLanes)...});
+#endif
+}
+
+// The transpose of kLanes rows of as many numbers: each step doubles the number of rows whose numbers lie together.
+inline void transpose(Vec (&rows)[kLanes]) {
+  constexpr auto lanes = std::make_integer_sequence<int, kLanes>();
+#pragma GCC unroll 8
+  for (int step = 1; step < kLanes; step *= 2) {
+    Vec next[kLanes];
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes / 2; i++) {
+      next[2 * i] = interleave<0>(rows[i], rows[i + kLanes / 2], lanes);
+      next[2 * i + 1] = interleave<kLanes / 2>(rows[i], rows[i + kLanes / 2], lanes);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; i++) rows[i] = next[i];
+  }
 }
 
 // A factor that turns scores into powers of two. Rounded to one float it would be off by the same share for all scores,
