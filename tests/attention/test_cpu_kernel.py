@@ -20,7 +20,7 @@ BARS = {"out": 2e-6, "lse": 2e-6, "dq": 1e-5, "dk": 1e-5, "dv": 1e-5, "dsinks": 
 @pytest.mark.parametrize(
     ("ring", "layout", "options"),
     [
-        # More than 8 tiles of 64 queries, the last one not full, and head dims that fill no vector.
+        # Several tiles and chunks of queries, the last ones not full, and head dims that fill no vector.
         (1, "contiguous", {"seq": 1100, "dim": 24, "value_dim": 40, "batch": 1, "heads": 2, "kv_heads": 1}),
         (2, "zigzag", {"seq": 600, "dim": 64, "value_dim": 128, "batch": 1}),
         (2, "striped", {"seq": 500, "mask": Mask(window=90), "packed": True}),
@@ -47,7 +47,7 @@ def test_errs_no_more_than_the_portable_kernel_in_short_floats(problem, dtype, o
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_run_gives_the_same_bits(problem, dtype):
-    # One head: its queries are shared out, and the shares of dk and dv are summed.
+    # One head: its queries are shared out, and add to dk and dv in turn.
     case = problem(seq=1100, heads=2, kv_heads=1, batch=1, dim=32, value_dim=32, dtype=dtype)
     first = case.run(1, "contiguous", CpuKernel())
     for _ in range(5):
