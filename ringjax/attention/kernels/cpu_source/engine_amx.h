@@ -85,7 +85,7 @@ class AmxEngine {
     } else {
       transpose(keys.v, keys.count, value_width_, keys.v_t);
     }
-    return whole(keys.k, keys.count * width_) && whole(keys.v, keys.count * value_width_);
+    return all_finite(keys.k, keys.count * width_) && all_finite(keys.v, keys.count * value_width_);
   }
 
   Queries queries(Scratch& scratch, bool backward) const {
@@ -107,12 +107,12 @@ class AmxEngine {
   }
 
   void score(const QuerySide& side, const Keys& keys, const Queries& q, Span span, float* scores) const {
-    multiply(keys.k + span.first * width_, width_, q.q_t, kQueries, scores, kQueries, whole_steps(span), lanes(side), width_,
+    multiply(keys.k + span.first * width_, width_, q.q_t, kQueries, scores, kQueries, whole(span), lanes(side), width_,
              false);
   }
 
   void score_values(const QuerySide& side, const Keys& keys, const Queries& q, Span span, float* products) const {
-    multiply(keys.v + span.first * value_width_, value_width_, q.dout_t, kQueries, products, kQueries, whole_steps(span),
+    multiply(keys.v + span.first * value_width_, value_width_, q.dout_t, kQueries, products, kQueries, whole(span),
              lanes(side), value_width_, false);
   }
 
@@ -130,7 +130,7 @@ class AmxEngine {
       }
     }
     multiply(keys.v_t + span.first, keys.count, keys.weights, kQueries, q.sum, kQueries, value_width_, lanes(side),
-             whole_steps(span), true);
+             whole(span), true);
   }
 
   Gradients gradients(Scratch& scratch, long tile) const {
@@ -148,12 +148,12 @@ class AmxEngine {
     round(weights, count, keys.of_dv);
     round(ds, count, keys.of_dk);
     pair(ds, count, keys.weights);
-    multiply(keys.of_dv, kQueries, q.dout, value_width_, of.dv + span.first * value_width_, value_width_, whole_steps(span),
+    multiply(keys.of_dv, kQueries, q.dout, value_width_, of.dv + span.first * value_width_, value_width_, whole(span),
              value_width_, lanes(side), true);
-    multiply(keys.of_dk, kQueries, q.q, width_, of.dk + span.first * width_, width_, whole_steps(span), width_, lanes(side),
+    multiply(keys.of_dk, kQueries, q.q, width_, of.dk + span.first * width_, width_, whole(span), width_, lanes(side),
              true);
     multiply(keys.k_t + span.first, keys.count, keys.weights, kQueries, q.sum, kQueries, width_, lanes(side),
-             whole_steps(span), true);
+             whole(span), true);
   }
 
   const float* sum_row(const Queries& q, long i, bool backward, float* row) const {
@@ -166,7 +166,7 @@ class AmxEngine {
   long value_width() const { return value_width_; }
 
  private:
-  static long whole_steps(Span span) { return round_up(span.last - span.first, kKeyStep); }
+  static long whole(Span span) { return round_up(span.last - span.first, kKeyStep); }
   static long lanes(const QuerySide& side) { return round_up(side.lanes, 32); }
 
   // C (+)= A B, all sizes multiples of 32: four tiles of C at a time. Rows of B hold pairs.
@@ -208,8 +208,8 @@ class AmxEngine {
     asm volatile("" ::: "memory");
   }
 
-  static bool whole(const uint16_t* x, long count) {
-    return finite(Type::kBFloat16, reinterpret_cast<const char*>(x), count, 0);
+  static bool all_finite(const uint16_t* x, long count) {
+    return finite(Type::kBFloat16, reinterpret_cast<const char*>(x), count);
   }
 
   static void copy(const uint16_t* from, long count, uint16_t* to, long width) {
@@ -298,7 +298,7 @@ class AmxEngine {
         }
       }
     }
-    return whole(rows_, kQueries * width);
+    return all_finite(rows_, kQueries * width);
   }
 
   const Problem& p_;

@@ -42,40 +42,38 @@ inline void to_float(Type type, const char* from, long count, float* to, long wi
   for (long i = count; i < width; i++) to[i] = 0;
 }
 
-// The largest size, as bits, among `count` numbers of each of `rows` rows.
-template <typename T, typename At>
-inline T largest_bits(const char* array, long count, long rows, At at) {
+// The largest size, as bits, among `count` numbers.
+template <typename T>
+inline T largest_bits(const char* numbers, long count) {
   typedef T V __attribute__((vector_size(kLanes * 4)));
   constexpr long kStep = sizeof(V) / sizeof(T);
   constexpr T kSize = static_cast<T>(~T{0}) >> 1;  // all bits but the sign's
+  const T* x = reinterpret_cast<const T*>(numbers);
   V largest{};
-  T rest = 0;
-  for (long row = 0; row < rows; row++) {
-    const T* x = reinterpret_cast<const T*>(array) + at(row) * count;
-    long i = 0;
-    for (; i + kStep <= count; i += kStep) {
-      const V size = load<V>(x + i) & kSize;
-      largest = size > largest ? size : largest;
-    }
-    for (; i < count; i++) rest = std::max<T>(rest, x[i] & kSize);
+  long i = 0;
+  for (; i + kStep <= count; i += kStep) {
+    const V size = load<V>(x + i) & kSize;
+    largest = size > largest ? size : largest;
   }
-  for (long i = 0; i < kStep; i++) rest = std::max<T>(rest, largest[i]);
-  return rest;
+  T found = 0;
+  for (; i < count; i++) found = std::max<T>(found, x[i] & kSize);
+  for (i = 0; i < kStep; i++) found = std::max<T>(found, largest[i]);
+  return found;
 }
 
-// Whether all numbers are finite of `rows` rows of `count`, the number at(i) among the rows of the array being row i.
-template <typename At>
-inline bool finite(Type type, const char* array, long count, long rows, At at) {
-  if (type == Type::kFloat32) return largest_bits<uint32_t>(array, count, rows, at) < 0x7f800000u;
-  return largest_bits<uint16_t>(array, count, rows, at) < (type == Type::kBFloat16 ? 0x7f80 : 0x7c00);
-}
-
-inline bool finite(Type type, const char* array, long count, long row) {
-  return finite(type, array, count, 1, [row](long) { return row; });
+// Whether all of `count` numbers are finite.
+inline bool finite(Type type, const char* numbers, long count) {
+  if (type == Type::kFloat32) return largest_bits<uint32_t>(numbers, count) < 0x7f800000u;
+  return largest_bits<uint16_t>(numbers, count) < (type == Type::kBFloat16 ? 0x7f80 : 0x7c00);
 }
 
 inline bool finite(const float* x, long count) {
-  return finite(Type::kFloat32, reinterpret_cast<const char*>(x), count, 0);
+  return finite(Type::kFloat32, reinterpret_cast<const char*>(x), count);
+}
+
+// Of an array with rows of `count` numbers.
+inline bool finite_row(Type type, const char* array, long count, long row) {
+  return finite(type, array + row * count * item_size(type), count);
 }
 
 // Tokens of `count` slots from `first` on, written to `positions` where they follow from the slots.
@@ -135,7 +133,7 @@ struct QuerySide {
   // Finds what is not finite.
   void inspect(const Problem& p, const char* dout) {
     for (long i = 0; i < count; i++) {
-      if (!finite(p.type, p.q, p.dim, at(i)) || (dout && !finite(p.type, dout, p.value_dim, at(i)))) mark(i);
+      if (!finite_row(p.type, p.q, p.dim, at(i)) || (dout && !finite_row(p.type, dout, p.value_dim, at(i)))) mark(i);
     }
   }
 
@@ -171,7 +169,7 @@ struct KeySide {
   // Finds what is not finite.
   void inspect(const Problem& p) {
     broken = true;
-    for (long j = 0; j < count; j++) bad[j] = !finite(p.type, p.kv, p.dim + p.value_dim, at(j));
+    for (long j = 0; j < count; j++) bad[j] = !finite_row(p.type, p.kv, p.dim + p.value_dim, at(j));
   }
 };
 
